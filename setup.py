@@ -1,12 +1,12 @@
 """Builds haloconv and its one extension module, ``haloconv._C``.
 
-``pip install --no-build-isolation .`` is the install line. ``_C`` is C11, compiled by the C compiler alone: no
-C++ compiler, no header of torch's. It uses Python's limited API and libtorch's stable C ABI, so the binary that
-is built against one torch runs on every later one, and on every Python from the floor on.
+``pip install --no-build-isolation .`` is the install line. ``_C`` is C11, compiled by the C compiler alone:
+no C++ compiler, no header of torch's. It uses Python's limited API and libtorch's stable C ABI, so that a
+binary built against one torch runs on every later one, and on every Python from the floor on.
 
-torch is needed to build (libtorch_cpu.so is linked), and it must be the torch that haloconv will run with: that
-is why it is not among the build requirements, where an isolated build would fetch another one. What asks only
-for metadata (``setup.py --version``, ``egg_info``, ``sdist``) works without torch.
+torch is needed to build (libtorch_cpu.so is linked), and it must be the torch that haloconv will run with:
+that is why it is not among the build requirements, where an isolated build would fetch another one. What
+asks only for metadata (``setup.py --version``, ``egg_info``, ``sdist``) works without torch.
 
 Environment: HALOCONV_WERROR=1 makes warnings errors, HALOCONV_SANITIZE=1 builds with AddressSanitizer and
 UndefinedBehaviorSanitizer, HALOCONV_FAULTS=1 compiles the fault-injection hooks of the tests in.
@@ -47,97 +47,105 @@ def dotted(numbers):
 def stop(sentence):
     """Ends the build with one sentence instead of a traceback."""
     sys.stdout.flush()
-    raise SystemExit("haloconv: " + sentence)
-
-
-if sys.version_info < MIN_PYTHON:
-    stop(
-        "Python %s or newer is needed and this is %s: run `pip install torch`, then %s, with a newer Python."
-        % (dotted(MIN_PYTHON), dotted(sys.version_info[:3]), INSTALL)
-    )
-
-MIN_SETUPTOOLS = re.search(r"setuptools>=(\d+)", (ROOT / "pyproject.toml").read_text(encoding="utf-8")).group(
-    1
-)
-try:
-    SETUPTOOLS = importlib.metadata.version("setuptools")
-except importlib.metadata.PackageNotFoundError:
-    SETUPTOOLS = "none"
-if SETUPTOOLS == "none" or int(SETUPTOOLS.partition(".")[0]) < int(MIN_SETUPTOOLS):
-    stop(
-        "setuptools %s or newer is needed and %s is installed: run `pip install --upgrade setuptools`, then %s."
-        % (MIN_SETUPTOOLS, SETUPTOOLS, INSTALL)
-    )
-
-from setuptools import Extension, setup  # noqa: E402  after the checks that give the clearer message
-from setuptools.command.build_ext import build_ext  # noqa: E402
-from setuptools.command.dist_info import dist_info  # noqa: E402
+    raise SystemExit(f"haloconv: {sentence}")
 
 
 def report(found, part, detail):
     """One line of the build's report; pip shows it with -v, and whenever the build fails."""
-    line = "%s %s: %s" % ("✓" if found else "✗", part, detail)
+    line = f"{'✓' if found else '✗'} {part}: {detail}"
     encoding = sys.stdout.encoding or "ascii"
     print(line.encode(encoding, "replace").decode(encoding), flush=True)
 
 
-def find_torch():
-    """The installed torch's version and the folder of its libraries, without importing it."""
+def installed(distribution):
+    """A distribution's version, or None."""
     try:
-        version = importlib.metadata.version("torch")
+        return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
-        report(False, "torch", "not installed for %s" % sys.executable)
+        return None
+
+
+def check_python_and_setuptools():
+    if sys.version_info < MIN_PYTHON:
         stop(
-            "torch %s or newer must be installed where haloconv is built: run `pip install torch`, then %s."
-            % (dotted(MIN_TORCH), INSTALL)
+            f"Python {dotted(MIN_PYTHON)} or newer is needed and this is {dotted(sys.version_info[:3])}: "
+            f"run `pip install torch`, then {INSTALL}, with a newer Python."
         )
-    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
-    if numbers < MIN_TORCH:
+    requirements = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    needed = re.search(r"setuptools>=(\d+)", requirements).group(1)
+    found = installed("setuptools") or "none"
+    if found == "none" or int(found.partition(".")[0]) < int(needed):
+        stop(
+            f"setuptools {needed} or newer is needed and {found} is installed: "
+            f"run `pip install --upgrade setuptools`, then {INSTALL}."
+        )
+
+
+check_python_and_setuptools()
+
+from setuptools import Extension, setup  # noqa: E402  after the check that gives the clearer message
+from setuptools.command.build_ext import build_ext  # noqa: E402
+from setuptools.command.dist_info import dist_info  # noqa: E402
+
+
+def find_torch():
+    """The folder of the installed torch's libraries, found without importing it."""
+    floor = dotted(MIN_TORCH)
+    version = installed("torch")
+    if version is None:
+        report(False, "torch", f"not installed for {sys.executable}")
+        stop(
+            f"torch {floor} or newer must be installed where haloconv is built: "
+            f"run `pip install torch`, then {INSTALL}."
+        )
+    if tuple(int(number) for number in re.findall(r"\d+", version)[:2]) < MIN_TORCH:
         report(False, "torch", version)
         stop(
-            "torch %s is installed and haloconv needs %s or newer: run `pip install --upgrade torch`, then %s."
-            % (version, dotted(MIN_TORCH), INSTALL)
+            f"torch {version} is installed and haloconv needs {floor} or newer: "
+            f"run `pip install --upgrade torch`, then {INSTALL}."
         )
     spec = importlib.util.find_spec("torch")
     libraries = Path(spec.origin).parent / "lib" if spec and spec.origin else None
     if libraries is None or not (libraries / "libtorch_cpu.so").exists():
-        report(False, "torch", "%s, without libtorch_cpu.so in %s" % (version, libraries))
+        report(False, "torch", f"{version}, without libtorch_cpu.so")
         stop(
-            "the installed torch %s is incomplete: run `pip install --force-reinstall torch`, then %s."
-            % (version, INSTALL)
+            f"the installed torch {version} is incomplete: "
+            f"run `pip install --force-reinstall torch`, then {INSTALL}."
         )
-    report(True, "torch", "%s (%s or newer is needed)" % (version, dotted(MIN_TORCH)))
+    report(True, "torch", f"{version} ({floor} or newer is needed)")
     return libraries
 
 
 def check_platform():
     if sys.platform != "linux":
-        stop("it runs on Linux only, and this is %s: run %s on a Linux machine." % (sys.platform, INSTALL))
+        stop(f"it runs on Linux only, and this is {sys.platform}: run {INSTALL} on a Linux machine.")
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
         stop(
-            "the free-threaded build of Python has no limited API: run `pip install torch`, then %s, "
-            "with the regular one." % INSTALL
+            "the free-threaded build of Python has no limited API: "
+            f"run `pip install torch`, then {INSTALL}, with the regular one."
         )
 
 
 def check_compiler(command):
-    """Stops unless the C compiler runs and Python's header is there."""
+    """Stops unless the C compiler is there, and Python's header."""
     compiler = shutil.which(command[0])
     if compiler is None:
-        report(False, "C compiler", "%s not found" % command[0])
-        stop("no C compiler was found: install gcc (on Debian `apt-get install gcc`), then run %s." % INSTALL)
-    version = subprocess.run([compiler, "--version"], stdout=subprocess.PIPE, universal_newlines=True).stdout
+        report(False, "C compiler", f"{command[0]} not found")
+        stop(f"no C compiler was found: run `apt-get install gcc` or its like, then {INSTALL}.")
+    version = subprocess.run([compiler, "--version"], stdout=subprocess.PIPE, text=True).stdout
     report(True, "C compiler", version.partition("\n")[0] or compiler)
-    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
-        report(False, "Python.h", "not in %s" % sysconfig.get_path("include"))
-        stop(
-            "Python's C header was not found: install it (on Debian `apt-get install python3-dev`), then run %s."
-            % INSTALL
-        )
+    include = Path(sysconfig.get_path("include"))
+    if not (include / "Python.h").exists():
+        report(False, "Python.h", f"not in {include}")
+        stop(f"Python's C header is missing: run `apt-get install python3-dev` or its like, then {INSTALL}.")
 
 
 def switched_on(name):
     return os.environ.get(name, "0") not in ("", "0")
+
+
+def sanitizers():
+    return ["-fsanitize=address,undefined"] if switched_on("HALOCONV_SANITIZE") else []
 
 
 def compile_arguments():
@@ -160,15 +168,11 @@ def compile_arguments():
     return arguments
 
 
-def sanitizers():
-    return ["-fsanitize=address,undefined"] if switched_on("HALOCONV_SANITIZE") else []
-
-
 def macros():
     abi = (MIN_TORCH[0] << 56) | (MIN_TORCH[1] << 48)
     defines = [
-        ("Py_LIMITED_API", "0x%02X%02X0000" % MIN_PYTHON),
-        ("HC_TORCH_ABI_VERSION", "0x%016XULL" % abi),
+        ("Py_LIMITED_API", "0x{:02X}{:02X}0000".format(*MIN_PYTHON)),
+        ("HC_TORCH_ABI_VERSION", f"0x{abi:016X}ULL"),
     ]
     if switched_on("HALOCONV_FAULTS"):
         defines += [("HC_FAULTS", None)]
@@ -176,39 +180,33 @@ def macros():
 
 
 class BuildExt(build_ext):
-    """Checks what the build needs, and keeps this one Python's habits out of a binary meant for all of them."""
+    """Checks what the build needs, and keeps one Python's habits out of a binary meant for all of them."""
 
     def run(self):
-        if not self.extensions[0].sources:
-            stop("csrc/ holds no C source: run %s in a complete copy of the repository." % INSTALL)
         check_platform()
-        self.extensions[0].library_dirs = [str(find_torch())]
+        (extension,) = self.extensions
+        if not extension.sources:
+            stop(f"csrc/ holds no C source: run {INSTALL} in a complete copy of the repository.")
+        extension.library_dirs = [str(find_torch())]
         super().run()
 
     def build_extensions(self):
         check_compiler(self.compiler.compiler_so)
         report(False, "cuda part", "not built in this version")
-        # A Python of a shared build adds its own folder as a run path.
+        # A Python that was built shared adds its own folder as a run path.
         self.compiler.linker_so = [word for word in self.compiler.linker_so if "-rpath" not in word]
         self.rebuild_if_changed()
         super().build_extensions()
 
     def get_libraries(self, ext):
-        return ext.libraries  # a Python of a shared build adds libpython3.x, which belongs to one version
+        return ext.libraries  # a Python that was built shared adds libpython3.x, the library of one version
 
     def rebuild_if_changed(self):
-        """setuptools compares dates only: other flags or another torch must build anew as well."""
-        extension = self.extensions[0]
+        """setuptools compares dates only; other flags or another torch must build anew as well."""
+        (extension,) = self.extensions
+        compiler = self.compiler.compiler_so
+        flags = json.dumps([compiler, extension.extra_compile_args, macros(), extension.library_dirs])
         stamp = Path(self.build_temp) / "flags.json"
-        flags = json.dumps(
-            [
-                self.compiler.compiler_so,
-                extension.extra_compile_args,
-                macros(),
-                extension.library_dirs,
-                VERSION,
-            ]
-        )
         if not stamp.exists() or stamp.read_text(encoding="utf-8") != flags:
             self.force = True
             stamp.parent.mkdir(parents=True, exist_ok=True)
@@ -216,7 +214,7 @@ class BuildExt(build_ext):
 
 
 class DistInfo(dist_info):
-    """pip asks for this first: it stops here, before it fetches the dependencies of what can't be built."""
+    """pip asks for this first: stop here, before it fetches the dependencies of what can't be built."""
 
     def run(self):
         check_platform()
@@ -225,25 +223,21 @@ class DistInfo(dist_info):
 
 
 class CompileCommands(build_ext):
-    """Writes build/compile_commands.json, which clang-tidy reads. Needs neither torch nor a compiler."""
+    """What clang-tidy reads to know how a source is compiled. Needs neither torch nor a compiler."""
 
     description = "write build/compile_commands.json"
 
     def run(self):
-        define = ["-D%s=%s" % item if item[1] else "-D%s" % item[0] for item in macros()]
-        include = ["-I" + str(path) for path in dict.fromkeys([sysconfig.get_path("include")])]
-        commands = [
-            {
-                "directory": str(ROOT),
-                "file": source,
-                "arguments": ["gcc", *compile_arguments(), "-fPIC", *define, *include, "-c", source],
-            }
-            for source in self.extensions[0].sources
+        (extension,) = self.extensions
+        defines = [f"-D{name}={value}" if value else f"-D{name}" for name, value in macros()]
+        command = ["gcc", *compile_arguments(), "-fPIC", *defines, "-I" + sysconfig.get_path("include")]
+        entries = [
+            {"directory": str(ROOT), "file": source, "arguments": [*command, "-c", source]}
+            for source in extension.sources
         ]
         target = ROOT / "build" / "compile_commands.json"
         target.parent.mkdir(exist_ok=True)
-        target.write_text(json.dumps(commands, indent=1), encoding="utf-8")
-        print("wrote %s for %d files" % (target.relative_to(ROOT), len(commands)))
+        target.write_text(json.dumps(entries, indent=1), encoding="utf-8")
 
 
 def relative(pattern):
@@ -252,8 +246,8 @@ def relative(pattern):
 
 setup(
     version=VERSION,
-    python_requires=">=" + dotted(MIN_PYTHON),
-    install_requires=["torch>=" + dotted(MIN_TORCH)],
+    python_requires=f">={dotted(MIN_PYTHON)}",
+    install_requires=[f"torch>={dotted(MIN_TORCH)}"],
     ext_modules=[
         Extension(
             "haloconv._C",
@@ -266,6 +260,6 @@ setup(
             py_limited_api=True,
         )
     ],
-    options={"bdist_wheel": {"py_limited_api": "cp%d%d" % MIN_PYTHON}},
+    options={"bdist_wheel": {"py_limited_api": "cp{}{}".format(*MIN_PYTHON)}},
     cmdclass={"build_ext": BuildExt, "dist_info": DistInfo, "compile_commands": CompileCommands},
 )

@@ -1,0 +1,99 @@
+# make demo, make test, make lint: each makes the virtual environment that it needs, once, and then is fast.
+#
+#   PYTHON=/path/to/python   use that environment; nothing is installed into it but haloconv itself, in place
+#   BASE_PYTHON=python3.12   what to make environments with
+#   VENV=.venv               where to make them (also VENV_LINT, VENV_213)
+#   ARGS="..."               passed on to pytest or to the example
+
+VENV ?= .venv
+VENV_LINT ?= .venv-lint
+VENV_213 ?= .venv-213
+BASE_PYTHON ?= python3
+NPROC ?= 2
+ARGS ?=
+
+ifdef PYTHON
+PY := $(PYTHON)
+PY_LINT := $(PYTHON)
+else
+PY := $(VENV)/bin/python
+PY_LINT := $(VENV_LINT)/bin/python
+endif
+ifdef PYTHON_213
+PY_213 := $(PYTHON_213)
+else
+PY_213 := $(VENV_213)/bin/python
+endif
+
+export BASE_PYTHON
+SANITIZED := build/sanitize
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-213 lint format build wheel sanitize fuzz mutation audit clean distclean env env-lint env-213
+
+help:
+	@echo 'make demo       trains a ConvNet on images split over $(NPROC) processes, and unsplit'
+	@echo 'make test       the test suite'
+	@echo 'make lint       ruff, clang-format, clang-tidy, gcc -Werror, the rules of the repository'
+	@echo 'make format     lets ruff and clang-format rewrite the files'
+	@echo 'make build      builds the extension into python/haloconv'
+	@echo 'make wheel      dist/haloconv-*.whl'
+	@echo 'make audit      that wheel: does it keep to the two stable ABIs?'
+	@echo 'make test-213   that wheel on torch 2.13.0: the core of the suite'
+	@echo 'make sanitize   the core of the suite under AddressSanitizer and UndefinedBehaviorSanitizer'
+	@echo 'make fuzz       the random tests with many more examples'
+	@echo 'make mutation   breaks the rule on purpose, in many ways: do tests notice each?'
+	@echo 'make clean      removes what was built; make distclean the virtual environments too'
+
+demo: build
+	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) \
+	    examples/train_convnext.py $(ARGS)
+
+test: build
+	$(PY) -m pytest $(ARGS)
+
+build: env
+	@$(PY) .ci/build_in_place.py
+
+wheel: env
+	@rm -rf build/lib* build/bdist* dist
+	$(PY) -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
+	@ls dist/*.whl
+
+audit: wheel
+	$(PY) .ci/audit.py dist/haloconv-*.whl
+
+test-213: wheel env-213
+	$(PY_213) -m pip install --quiet --no-deps --force-reinstall dist/haloconv-*.whl
+	$(PY_213) -m pytest -m core $(ARGS)
+
+lint: env-lint
+	@$(PY_LINT) .ci/lint.py
+
+format: env-lint
+	@$(PY_LINT) .ci/lint.py --fix
+
+sanitize: env
+	@PY=$(PY) BUILD=$(SANITIZED) .ci/sanitize $(ARGS)
+
+clean:
+	rm -rf build dist python/*.egg-info python/haloconv/*.so .pytest_cache .ruff_cache .hypothesis
+	find python tests examples -name __pycache__ -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf .venv .venv-lint .venv-213 .venv*.lock
+
+# Does nothing where the environment is ready, and nothing at all with PYTHON=.
+env:
+ifndef PYTHON
+	@.ci/venv $(VENV) requirements.txt
+endif
+
+env-lint:
+ifndef PYTHON
+	@.ci/venv $(VENV_LINT) requirements-lint.txt
+endif
+
+env-213:
+ifndef PYTHON_213
+	@.ci/venv $(VENV_213) requirements-213.txt
+endif

@@ -1,6 +1,6 @@
 """Does a built wheel keep to the two stable ABIs it promises?  python .ci/audit.py dist/haloconv-*.whl
 
-Python's limited API from the floor on (abi3audit), and libtorch's stable C ABI with no symbol that is newer than
+Python's limited API from the floor on (abi3audit), and libtorch's stable C ABI with no symbol newer than
 the oldest supported torch (torch-abi-audit); both floors are read from python/haloconv/_floor.py.
 """
 

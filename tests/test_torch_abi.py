@@ -1,6 +1,6 @@
 """csrc/torch_abi.h repeats prototypes that torch has only in C++ headers: are they torch's own?
 
-A compiler compares them: a generated C++ file includes torch's headers and then ours, so that a prototype that
+A compiler compares them: a generated C++ file includes torch's headers and then ours, so a prototype that
 differs is a conflicting declaration. And libtorch itself is asked whether it exports each name.
 """
 

@@ -28,7 +28,8 @@ endif
 export BASE_PYTHON
 SANITIZED := build/sanitize
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-213 lint format build wheel sanitize fuzz mutation audit clean distclean env env-lint env-213
+.PHONY: help demo demo-short test test-213 lint format build wheel audit sanitize sanitize-short fuzz mutation \
+    mutation-short clean distclean env env-lint env-213
 
 help:
 	@echo 'make demo       trains a ConvNet on images split over $(NPROC) processes, and unsplit'
@@ -48,6 +49,10 @@ demo: build
 	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) \
 	    examples/train_convnext.py $(ARGS)
 
+demo-short: build
+	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) \
+	    examples/train_convnext.py --steps 40 $(ARGS)
+
 test: build
 	$(PY) -m pytest $(ARGS)
 
@@ -62,8 +67,11 @@ wheel: env
 audit: wheel
 	$(PY) .ci/audit.py dist/haloconv-*.whl
 
-test-213: wheel env-213
+# The wheel is the very binary that `make test` runs, and nothing is built for the older torch.
+test-213: build wheel env-213
 	$(PY_213) -m pip install --quiet --no-deps --force-reinstall dist/haloconv-*.whl
+	@cmp python/haloconv/_C.abi3.so "$$($(PY_213) -c \
+	    'import importlib.util as u; print(u.find_spec("haloconv").submodule_search_locations[0])')/_C.abi3.so"
 	$(PY_213) -m pytest -m core $(ARGS)
 
 lint: env-lint
@@ -74,6 +82,18 @@ format: env-lint
 
 sanitize: env
 	@PY=$(PY) BUILD=$(SANITIZED) .ci/sanitize $(ARGS)
+
+sanitize-short: env
+	@PY=$(PY) BUILD=$(SANITIZED) HALOCONV_FUZZ_CASES=100 .ci/sanitize $(ARGS)
+
+fuzz: build
+	HALOCONV_FUZZ_CASES=20000 $(PY) -m pytest --timeout 14400 tests/test_convolution_fuzz.py tests/test_plan.py $(ARGS)
+
+mutation: build
+	$(PY) tests/mutation.py $(ARGS)
+
+mutation-short: build
+	$(PY) tests/mutation.py --quick $(ARGS)
 
 clean:
 	rm -rf build dist python/*.egg-info python/haloconv/*.so .pytest_cache .ruff_cache .hypothesis

@@ -49,9 +49,8 @@ demo: build
 	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) \
 	    examples/train_convnext.py $(ARGS)
 
-demo-short: build
-	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) \
-	    examples/train_convnext.py --steps 40 $(ARGS)
+demo-short: ARGS += --steps 40
+demo-short: demo
 
 test: build
 	$(PY) -m pytest $(ARGS)
@@ -83,8 +82,8 @@ format: env-lint
 sanitize: env
 	@PY=$(PY) BUILD=$(SANITIZED) .ci/sanitize $(ARGS)
 
-sanitize-short: env
-	@PY=$(PY) BUILD=$(SANITIZED) HALOCONV_FUZZ_CASES=100 .ci/sanitize $(ARGS)
+sanitize-short: export HALOCONV_FUZZ_CASES = 100
+sanitize-short: sanitize
 
 fuzz: build
 	HALOCONV_FUZZ_CASES=20000 $(PY) -m pytest --timeout 14400 tests/test_convolution_fuzz.py tests/test_plan.py $(ARGS)
@@ -92,8 +91,8 @@ fuzz: build
 mutation: build
 	$(PY) tests/mutation.py $(ARGS)
 
-mutation-short: build
-	$(PY) tests/mutation.py --quick $(ARGS)
+mutation-short: ARGS += --quick
+mutation-short: mutation
 
 clean:
 	rm -rf build dist python/*.egg-info python/haloconv/*.so .pytest_cache .ruff_cache .hypothesis

@@ -82,13 +82,19 @@ def check_open_ends(names):
     return matches([name for name in names if name.startswith(PRODUCT)], pattern)
 
 
+def check_clang_format(names):
+    wrong = [name for name in names if run(tool("clang-format"), "--dry-run", "-Werror", name)]
+    return "\n".join(f"{name} is not formatted: run `make format`" for name in wrong) or None
+
+
 def check_clang_tidy(sources):
     wrong = run(sys.executable, "setup.py", "--quiet", "compile_commands")
     if wrong:
         return wrong
     # gcc's own warnings are gcc's business (the check after this one); clang need not know all its options.
     command = [tool("clang-tidy"), "-p", "build", "--quiet", "--extra-arg=-Wno-unknown-warning-option"]
-    return run(*command, *sources)
+    wrong = run(*command, *sources)
+    return wrong and re.sub(r"^\[\d+/\d+\] Processing file .*\n", "", wrong, flags=re.MULTILINE)
 
 
 def check_gcc(sources):
@@ -125,7 +131,7 @@ def main():
             lambda files: run(tool("ruff"), "format", "--check", "--output-format=concise", *files),
             python,
         ),
-        ("clang-format", lambda files: run(tool("clang-format"), "--dry-run", "-Werror", *files), formatted),
+        ("clang-format", check_clang_format, formatted),
         ("clang-tidy", check_clang_tidy, sources),
         ("gcc -Werror", check_gcc, sources),
     ]

@@ -1,0 +1,326 @@
+/* kernels: see kernels.h. */
+#include "kernels.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "convolution.h"
+#include "stable.h"
+
+/* What each op's arguments mean.
+ *
+ *   window    [kernel, stride, pad_lo, pad_hi, dilation, output_padding] of the one dimension
+ *   padding   pad_lo, pad_hi of each spatial dimension in turn
+ *   periodic  0 or 1 for each spatial dimension
+ *   dims      the sharded ones; sizes (global), ranks, worlds: one entry for each of them
+ *   groups    of the convolution; group, group_names: of ranks, names joined with commas
+ */
+#define CONVOLUTION_ARGUMENTS                                                                                        \
+  "int[] stride, int[] padding, int[] dilation, bool transposed, int[] output_padding, int groups, int[] periodic, " \
+  "int[] dims, SymInt[] sizes, int[] ranks, int[] worlds, str group_names"
+#define WINDOW_ARGUMENTS "int dim, SymInt size, int[] window, bool transposed, bool periodic"
+#define PLACE_ARGUMENTS "int rank, int world, str group"
+
+static const char *const SCHEMAS[] = {
+    "halo_exchange(Tensor input, " WINDOW_ARGUMENTS ", float fill, " PLACE_ARGUMENTS ") -> Tensor",
+    "halo_reduce(Tensor grad, " WINDOW_ARGUMENTS ", " PLACE_ARGUMENTS ") -> Tensor",
+    "convolution(Tensor input, Tensor weight, Tensor[] bias, " CONVOLUTION_ARGUMENTS ") -> Tensor",
+    "convolution_backward(Tensor grad_output, Tensor input, Tensor weight, " CONVOLUTION_ARGUMENTS
+    ", bool need_input, bool need_weight, bool need_bias) -> (Tensor, Tensor, Tensor)",
+};
+
+/* ---- errors ---- */
+
+/* Raises what `status` says, for the op `name`; where = "rank 1 of 4", or "". Everything must be freed by now. */
+static void raise_if_failed(const hc_status *status, const char *name, const char *where) {
+  if (status->code != HC_OK) {
+    char text[HC_MESSAGE_SIZE + 256];
+    (void)snprintf(text, sizeof text, "haloconv::%s%s: %s", name, where, status->message);
+    aoti_torch_check(false, name, __FILE__, __LINE__, text);
+  }
+}
+
+/* ---- halo_exchange, halo_reduce ---- */
+
+typedef struct halo_call {
+  hc_axis axis;
+  hc_interval *extents; /* owned */
+} halo_call;
+
+/* rest: dim, size, window, transposed, periodic; place: rank, world, group. */
+static hc_code read_halo_call(const StableIValue *rest, const StableIValue *place, halo_call *call,
+                              hc_status *status) {
+  int64_t numbers[6], count = 0;
+  HC_TRY(hc_stable_to_ints(rest[2], "window", 6, numbers, &count, status));
+  if (count != 6) {
+    return hc_fail(status, HC_ERROR_ARGUMENT, "window has %" PRId64 " entries, expected 6", count);
+  }
+  const hc_window window = {
+      .kernel = numbers[0],
+      .stride = numbers[1],
+      .pad_lo = numbers[2],
+      .pad_hi = numbers[3],
+      .dilation = numbers[4],
+      .output_padding = numbers[5],
+      .transposed = hc_stable_to_bool(rest[3]),
+      .periodic = hc_stable_to_bool(rest[4]),
+  };
+  call->axis.dim = hc_stable_to_int(rest[0]);
+  call->axis.size = hc_stable_to_int(rest[1]);
+  call->axis.periodic = window.periodic;
+  call->axis.rank = hc_stable_to_int(place[0]);
+  call->axis.world = hc_stable_to_int(place[1]);
+  HC_TRY(hc_stable_to_string(place[2], &call->axis.group, status));
+  HC_TRY(hc_window_check(&window, call->axis.size, call->axis.world, status));
+  if (call->axis.rank < 0 || call->axis.rank >= call->axis.world) {
+    return hc_fail(status, HC_ERROR_ARGUMENT, "rank is %" PRId64 ", expected 0 to %" PRId64, call->axis.rank,
+                   call->axis.world - 1);
+  }
+  call->extents = malloc((size_t)call->axis.world * sizeof *call->extents);
+  if (call->extents == NULL) {
+    return hc_fail(status, HC_ERROR_MEMORY, "out of memory for the plan of %" PRId64 " ranks", call->axis.world);
+  }
+  hc_window_extents(&window, call->axis.size, call->axis.world, call->extents);
+done:
+  return status->code;
+}
+
+/* Ends both ops: reports a failure to the group, frees the arguments, returns the result or raises. */
+static void finish_halo_call(StableIValue *stack, int group_index, halo_call *call, AtenTensorHandle out,
+                             const char *name, const hc_status *status) {
+  char where[64] = "";
+  if (status->code != HC_OK && call->axis.world > 1) {
+    (void)snprintf(where, sizeof where, " on rank %" PRId64 " of %" PRId64, call->axis.rank, call->axis.world);
+    hc_transport_report(call->axis.group, status->message);
+  }
+  if (status->code != HC_OK) {
+    hc_tensor_free(&out);
+  }
+  free(call->extents);
+  hc_stable_free_tensor(&stack[0]);
+  hc_stable_free_list(&stack[3]);
+  hc_stable_free_string(&stack[group_index]);
+  raise_if_failed(status, name, where);
+  stack[0] = (StableIValue)(uintptr_t)out;
+}
+
+static void halo_exchange_kernel(StableIValue *stack, uint64_t nargs, uint64_t nouts) {
+  hc_status status = {HC_OK, ""};
+  halo_call call = {{0, 0, 1, 0, false, NULL}, NULL};
+  AtenTensorHandle out = NULL;
+  (void)nargs, (void)nouts;
+  HC_TRY(read_halo_call(&stack[1], &stack[7], &call, &status));
+  HC_TRY(hc_halo_exchange(hc_stable_to_tensor(stack[0]), &call.axis, call.extents, 0, hc_stable_to_double(stack[6]),
+                          "halo_exchange", &out, &status));
+  HC_TRY(hc_tensor_unalias(&out, hc_stable_to_tensor(stack[0]), &status));
+done:
+  finish_halo_call(stack, 9, &call, out, "halo_exchange", &status);
+}
+
+static void halo_reduce_kernel(StableIValue *stack, uint64_t nargs, uint64_t nouts) {
+  hc_status status = {HC_OK, ""};
+  halo_call call = {{0, 0, 1, 0, false, NULL}, NULL};
+  AtenTensorHandle out = NULL;
+  (void)nargs, (void)nouts;
+  HC_TRY(read_halo_call(&stack[1], &stack[6], &call, &status));
+  HC_TRY(hc_halo_reduce(hc_stable_to_tensor(stack[0]), &call.axis, call.extents, "halo_reduce", &out, &status));
+done:
+  finish_halo_call(stack, 8, &call, out, "halo_reduce", &status);
+}
+
+/* ---- convolution, convolution_backward ---- */
+
+enum { CONVOLUTION_ARGUMENT_COUNT = 12 };
+
+typedef struct convolution_call {
+  hc_convolution conv;
+  int64_t nsharded, dims[HC_MAX_SPATIAL];
+  char *names; /* owned: the group names, cut at the commas */
+} convolution_call;
+
+/* Reads an int[] that must have `expected` entries. */
+static hc_code read_ints(StableIValue list, const char *what, int64_t expected, int64_t *items, hc_status *status) {
+  int64_t count = 0;
+  HC_TRY(hc_stable_to_ints(list, what, expected, items, &count, status));
+  if (count != expected) {
+    return hc_fail(status, HC_ERROR_ARGUMENT, "%s has %" PRId64 " entries, expected %" PRId64, what, count, expected);
+  }
+done:
+  return status->code;
+}
+
+static hc_code read_groups(StableIValue joined, convolution_call *call, const char **groups, hc_status *status) {
+  const char *text = NULL;
+  HC_TRY(hc_stable_to_string(joined, &text, status));
+  call->names = malloc(strlen(text) + 1);
+  if (call->names == NULL) {
+    return hc_fail(status, HC_ERROR_MEMORY, "out of memory for the group names");
+  }
+  memcpy(call->names, text, strlen(text) + 1);
+  char *rest = call->names;
+  for (int64_t i = 0; i < call->nsharded; ++i) {
+    if (rest == NULL) {
+      return hc_fail(status, HC_ERROR_ARGUMENT, "group_names is '%s', expected %" PRId64 " names", text, call->nsharded);
+    }
+    groups[i] = rest;
+    rest = strchr(rest, ',');
+    if (rest != NULL) {
+      *rest++ = '\0';
+    }
+  }
+done:
+  return status->code;
+}
+
+static hc_code read_convolution_call(const StableIValue *rest, convolution_call *call, hc_status *status) {
+  hc_convolution *conv = &call->conv;
+  int64_t padding[2 * HC_MAX_SPATIAL], periodic[HC_MAX_SPATIAL], n = 0;
+  int64_t sizes[HC_MAX_SPATIAL], ranks[HC_MAX_SPATIAL], worlds[HC_MAX_SPATIAL];
+  const char *groups[HC_MAX_SPATIAL] = {NULL};
+  HC_TRY(hc_stable_to_ints(rest[0], "stride", HC_MAX_SPATIAL, conv->params.stride, &n, status));
+  conv->params.nspatial = n;
+  HC_TRY(read_ints(rest[1], "padding", 2 * n, padding, status));
+  HC_TRY(read_ints(rest[2], "dilation", n, conv->params.dilation, status));
+  conv->params.transposed = hc_stable_to_bool(rest[3]);
+  HC_TRY(read_ints(rest[4], "output_padding", n, conv->params.output_padding, status));
+  conv->params.groups = hc_stable_to_int(rest[5]);
+  HC_TRY(read_ints(rest[6], "periodic", n, periodic, status));
+  for (int64_t d = 0; d < n; ++d) {
+    conv->pad_lo[d] = padding[2 * d];
+    conv->pad_hi[d] = padding[2 * d + 1];
+    conv->periodic[d] = periodic[d] != 0;
+    conv->world[d] = 1;
+  }
+  HC_TRY(hc_stable_to_ints(rest[7], "dims", n, call->dims, &call->nsharded, status));
+  HC_TRY(read_ints(rest[8], "sizes", call->nsharded, sizes, status));
+  HC_TRY(read_ints(rest[9], "ranks", call->nsharded, ranks, status));
+  HC_TRY(read_ints(rest[10], "worlds", call->nsharded, worlds, status));
+  HC_TRY(read_groups(rest[11], call, groups, status));
+  for (int64_t i = 0; i < call->nsharded; ++i) {
+    const int64_t d = call->dims[i] - 2;
+    if (d < 0 || d >= n) {
+      return hc_fail(status, HC_ERROR_ARGUMENT, "dims has %" PRId64 ", expected 2 to %" PRId64, call->dims[i], n + 1);
+    }
+    conv->size[d] = sizes[i];
+    conv->rank[d] = ranks[i];
+    conv->world[d] = worlds[i];
+    conv->group[d] = groups[i];
+  }
+done:
+  return status->code;
+}
+
+/* Reports a failure to every group of the call and says where it happened. */
+static void report_convolution_call(const convolution_call *call, const hc_status *status, char *where, size_t room) {
+  where[0] = '\0';
+  for (int64_t d = 0; status->code != HC_OK && d < call->conv.params.nspatial; ++d) {
+    if (call->conv.world[d] > 1 && call->conv.group[d] != NULL) {
+      const size_t used = strlen(where);
+      (void)snprintf(where + used, room - used, "%s rank %" PRId64 " of %" PRId64 " in dim %" PRId64,
+                     used == 0 ? " on" : ",", call->conv.rank[d], call->conv.world[d], 2 + d);
+      hc_transport_report(call->conv.group[d], status->message);
+    }
+  }
+}
+
+static void free_convolution_arguments(StableIValue *rest) {
+  static const int lists[] = {0, 1, 2, 4, 6, 7, 8, 9, 10};
+  for (size_t i = 0; i < sizeof lists / sizeof *lists; ++i) {
+    hc_stable_free_list(&rest[lists[i]]);
+  }
+  hc_stable_free_string(&rest[CONVOLUTION_ARGUMENT_COUNT - 1]);
+}
+
+static void convolution_kernel(StableIValue *stack, uint64_t nargs, uint64_t nouts) {
+  hc_status status = {HC_OK, ""};
+  convolution_call call;
+  AtenTensorHandle bias = NULL, out = NULL;
+  char where[192];
+  (void)nargs, (void)nouts;
+  memset(&call, 0, sizeof call);
+  HC_TRY(hc_stable_to_optional_tensor(stack[2], &bias, &status));
+  HC_TRY(read_convolution_call(&stack[3], &call, &status));
+  HC_TRY(hc_convolution_forward(&call.conv, hc_stable_to_tensor(stack[0]), hc_stable_to_tensor(stack[1]), bias, &out,
+                                &status));
+done:
+  report_convolution_call(&call, &status, where, sizeof where);
+  hc_tensor_free(&bias);
+  hc_stable_free_tensor(&stack[0]);
+  hc_stable_free_tensor(&stack[1]);
+  hc_stable_free_tensor_list(&stack[2]);
+  free_convolution_arguments(&stack[3]);
+  free(call.names);
+  raise_if_failed(&status, "convolution", where);
+  stack[0] = (StableIValue)(uintptr_t)out;
+}
+
+static void convolution_backward_kernel(StableIValue *stack, uint64_t nargs, uint64_t nouts) {
+  hc_status status = {HC_OK, ""};
+  convolution_call call;
+  hc_convolution_grads grads = {NULL, NULL, NULL};
+  char where[192];
+  AtenTensorHandle grad_output = hc_stable_to_tensor(stack[0]);
+  const StableIValue *needs = &stack[3 + CONVOLUTION_ARGUMENT_COUNT];
+  (void)nargs, (void)nouts;
+  memset(&call, 0, sizeof call);
+  HC_TRY(read_convolution_call(&stack[3], &call, &status));
+  HC_TRY(hc_convolution_backward(&call.conv, grad_output, hc_stable_to_tensor(stack[1]), hc_stable_to_tensor(stack[2]),
+                                 hc_stable_to_bool(needs[0]), hc_stable_to_bool(needs[1]), hc_stable_to_bool(needs[2]),
+                                 &grads, &status));
+  HC_TRY(hc_tensor_absent(grad_output, &grads.input, &status));
+  HC_TRY(hc_tensor_absent(grad_output, &grads.weight, &status));
+  HC_TRY(hc_tensor_absent(grad_output, &grads.bias, &status));
+done:
+  report_convolution_call(&call, &status, where, sizeof where);
+  for (int i = 0; i < 3; ++i) {
+    hc_stable_free_tensor(&stack[i]);
+  }
+  free_convolution_arguments(&stack[3]);
+  free(call.names);
+  if (status.code != HC_OK) {
+    hc_tensor_free(&grads.input);
+    hc_tensor_free(&grads.weight);
+    hc_tensor_free(&grads.bias);
+  }
+  raise_if_failed(&status, "convolution_backward", where);
+  stack[0] = (StableIValue)(uintptr_t)grads.input;
+  stack[1] = (StableIValue)(uintptr_t)grads.weight;
+  stack[2] = (StableIValue)(uintptr_t)grads.bias;
+}
+
+/* ---- registration ---- */
+
+typedef void (*boxed_kernel)(StableIValue *, uint64_t, uint64_t);
+
+static hc_code register_for(const char *dispatch_key, hc_status *status) {
+  static const struct {
+    const char *name;
+    boxed_kernel kernel;
+  } kernels[] = {
+      {"halo_exchange", halo_exchange_kernel},
+      {"halo_reduce", halo_reduce_kernel},
+      {"convolution", convolution_kernel},
+      {"convolution_backward", convolution_backward_kernel},
+  };
+  TorchLibraryHandle library = NULL; /* never freed: its registrations live as long as the process */
+  HC_TRY_TORCH(status, aoti_torch_library_init_impl("haloconv", dispatch_key, __FILE__, __LINE__, &library));
+  for (size_t i = 0; i < sizeof kernels / sizeof *kernels; ++i) {
+    HC_TRY_TORCH(status, torch_library_impl(library, kernels[i].name, kernels[i].kernel, HC_TORCH_ABI_VERSION));
+  }
+done:
+  return status->code;
+}
+
+hc_code hc_kernels_register(hc_status *status) {
+  TorchLibraryHandle library = NULL; /* never freed, likewise */
+  HC_TRY_TORCH(status, aoti_torch_library_init_fragment("haloconv", __FILE__, __LINE__, &library));
+  for (size_t i = 0; i < sizeof SCHEMAS / sizeof *SCHEMAS; ++i) {
+    HC_TRY_TORCH(status, aoti_torch_library_def(library, SCHEMAS[i]));
+  }
+  HC_TRY(register_for("CPU", status));
+  HC_TRY(register_for("CUDA", status));
+done:
+  return status->code;
+}

@@ -1,0 +1,131 @@
+/* module: haloconv._C, the CPython side. Limited API: one binary for every Python from 3.10 on.
+ *
+ * Importing it registers the ops (kernels.c). What it holds itself is the plan, as plain tuples, and, in a test build,
+ * the fault switch. Python wraps both; users do not import this module.
+ */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdlib.h>
+
+#include "kernels.h"
+#include "plan.h"
+
+static PyObject *pieces_to_list(const hc_piece *pieces, int64_t count) {
+  PyObject *list = PyList_New(0);
+  for (int64_t i = 0; list != NULL && i < count; ++i) {
+    PyObject *item = Py_BuildValue("(LLL)", (long long)pieces[i].peer, (long long)pieces[i].begin,
+                                   (long long)pieces[i].end);
+    if (item == NULL || PyList_Append(list, item) != 0) {
+      Py_CLEAR(list);
+    }
+    Py_XDECREF(item);
+  }
+  return list;
+}
+
+/* One rank's tuple: (owned_in, owned_out, needed, pad_left, pad_right, sends, recvs). */
+static PyObject *rank_to_tuple(const hc_window *window, int64_t size, int64_t world, int64_t rank,
+                               const hc_interval *extents) {
+  hc_status status = {HC_OK, ""};
+  hc_route route = {.keeps = NULL};
+  PyObject *sends = NULL, *recvs = NULL, *result = NULL;
+  const hc_interval out = hc_shard(hc_window_out_size(window, size), world, rank);
+  if (hc_route_build(size, world, rank, extents, window->periodic, &route, &status) != HC_OK) {
+    PyErr_NoMemory();
+    goto done;
+  }
+  hc_interval needed = route.extent;
+  int64_t pad_left = 0, pad_right = 0;
+  if (!window->periodic && !window->transposed) {
+    pad_left = hc_max(0, hc_min(needed.end, 0) - needed.begin);
+    pad_right = hc_max(0, needed.end - hc_max(needed.begin, size));
+    needed.begin = hc_max(0, hc_min(needed.begin, size));
+    needed.end = hc_max(0, hc_min(needed.end, size));
+  }
+  sends = pieces_to_list(route.sends, route.nsends);
+  recvs = pieces_to_list(route.recvs, route.nrecvs);
+  if (sends != NULL && recvs != NULL) {
+    result = Py_BuildValue("((LL)(LL)(LL)LLOO)", (long long)route.owned.begin, (long long)route.owned.end,
+                           (long long)out.begin, (long long)out.end, (long long)needed.begin, (long long)needed.end,
+                           (long long)pad_left, (long long)pad_right, sends, recvs);
+  }
+done:
+  Py_XDECREF(sends);
+  Py_XDECREF(recvs);
+  hc_route_free(&route);
+  return result;
+}
+
+static PyObject *plan(PyObject *self, PyObject *args) {
+  long long size, world, kernel, stride, pad_lo, pad_hi, dilation, output_padding;
+  int transposed, periodic;
+  hc_status status = {HC_OK, ""};
+  hc_interval *extents = NULL;
+  PyObject *ranks = NULL, *result = NULL;
+  (void)self;
+  if (!PyArg_ParseTuple(args, "LLLLLLLLpp", &size, &world, &kernel, &stride, &pad_lo, &pad_hi, &dilation,
+                        &output_padding, &transposed, &periodic)) {
+    return NULL;
+  }
+  const hc_window window = {kernel, stride, pad_lo, pad_hi, dilation, output_padding, transposed != 0, periodic != 0};
+  if (hc_window_check(&window, size, world, &status) != HC_OK) {
+    PyErr_SetString(PyExc_ValueError, status.message);
+    return NULL;
+  }
+  extents = malloc((size_t)world * sizeof *extents);
+  ranks = PyList_New(0);
+  if (extents == NULL || ranks == NULL) {
+    PyErr_NoMemory();
+    goto done;
+  }
+  hc_window_extents(&window, size, world, extents);
+  for (int64_t rank = 0; rank < world; ++rank) {
+    PyObject *item = rank_to_tuple(&window, size, world, rank, extents);
+    const int failed = item == NULL || PyList_Append(ranks, item) != 0;
+    Py_XDECREF(item);
+    if (failed) {
+      goto done;
+    }
+  }
+  result = Py_BuildValue("(LO)", (long long)hc_window_out_size(&window, size), ranks);
+done:
+  free(extents);
+  Py_XDECREF(ranks);
+  return result;
+}
+
+#ifdef HC_FAULTS
+static PyObject *fault_arm(PyObject *self, PyObject *args) {
+  long long n;
+  (void)self;
+  if (!PyArg_ParseTuple(args, "L", &n)) {
+    return NULL;
+  }
+  hc_fault_arm(n);
+  Py_RETURN_NONE;
+}
+#endif
+
+static PyMethodDef methods[] = {
+    {"plan", plan, METH_VARARGS,
+     "plan(size, world, kernel, stride, pad_lo, pad_hi, dilation, output_padding, transposed, periodic)\n"
+     "-> (out_size, [(owned_in, owned_out, needed, pad_left, pad_right, sends, recvs), ...])"},
+#ifdef HC_FAULTS
+    {"fault_arm", fault_arm, METH_VARARGS, "fault_arm(n): the n-th checked libtorch call from now on fails; 0: none"},
+#endif
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "haloconv._C", "The C core of haloconv.", -1, methods, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__C(void);
+
+PyMODINIT_FUNC PyInit__C(void) {
+  hc_status status = {HC_OK, ""};
+  if (hc_kernels_register(&status) != HC_OK) {
+    PyErr_Format(PyExc_ImportError, "haloconv could not register its operators with this torch: %s", status.message);
+    return NULL;
+  }
+  return PyModule_Create(&definition);
+}

@@ -1,0 +1,54 @@
+/* transport: moves messages between the ranks of one group.
+ *
+ *   post(sends, recvs) -> request     wait(request)
+ *
+ * Between the two the caller computes. A message is a byte buffer, and `peer` a rank of the group, never a global
+ * one. Every rank of a group posts the same sequence of exchanges, also where it has nothing to send or receive
+ * itself (that costs no message): the sequence number is how a message that is out of step, or one that reports
+ * an error of its sender, is told from the one that is expected.
+ *
+ * On the CPU each buffer starts with HC_HEADER_BYTES that belong to the transport.
+ *
+ * There is one implementation as yet, over torch's own process groups (transport_c10d.c).
+ */
+#ifndef HC_TRANSPORT_H
+#define HC_TRANSPORT_H
+
+#include "status.h"
+#include "tensor.h"
+
+enum { HC_HEADER_BYTES = 16 };
+
+typedef struct hc_message {
+  int64_t peer;
+  AtenTensorHandle buffer; /* uint8; owned by the list that it is in */
+} hc_message;
+
+typedef struct hc_messages {
+  int64_t count;
+  hc_message *items;
+} hc_messages;
+
+typedef struct hc_request {
+  int64_t ticket; /* 0: nothing is in flight */
+} hc_request;
+
+/* Room for `capacity` messages. */
+hc_code hc_messages_init(hc_messages *messages, int64_t capacity, hc_status *status);
+/* Frees the buffers too. */
+void hc_messages_free(hc_messages *messages);
+
+/* Bytes that the transport keeps for itself at the front of a buffer on the device of `shape`. */
+int64_t hc_transport_header_bytes(const hc_shape *shape);
+
+/* Starts the exchange, receives before sends. `op` names the operation, for the statistics. The transport keeps its
+ * own references to the buffers until it is through with them. */
+hc_code hc_transport_post(const char *group, const hc_messages *sends, const hc_messages *recvs, const char *op,
+                          hc_request *request, hc_status *status);
+/* Returns when everything has been received; sets the ticket to 0 also on failure. */
+hc_code hc_transport_wait(hc_request *request, hc_status *status);
+
+/* Tells the other ranks of `group` that this one failed, so that none waits for it for ever. Never fails itself. */
+void hc_transport_report(const char *group, const char *message);
+
+#endif

@@ -33,7 +33,7 @@ import traceback
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 SOURCE = os.path.join(os.path.dirname(HERE), "python")
-GRACE_S = 15.0  # how long the other ranks get after one has raised
+GRACE_S = float(os.environ.get("HALOCONV_GRACE_S", "15"))  # how long the other ranks get after one has raised
 GROUP_TIMEOUT_S = 120.0  # gloo's own limit, longer than a case's, so that ours reports first
 START_TIMEOUT_S = 120.0
 PRELOAD = [  # what the first DTensor operation would import in every worker, and what the test modules import

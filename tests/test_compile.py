@@ -1,0 +1,364 @@
+"""torch.compile over sharded convolutions, by layers and by rules, as one graph, and its traps.
+
+Each case compiles in worker processes of its own cache folder (unless the cache is what's tested), so that no compiled graph of another
+run or rank is picked up. The oracle is the unsplit eager computation in float64.
+"""
+
+import contextlib
+import copy
+import tempfile
+
+import harness
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from harness import assert_close, assert_shards, check_same, full, mesh_of, run_ranks, shard
+
+BACKENDS = ["aot_eager", "inductor"]
+TIMEOUT = 250
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 6, 3, stride=2, padding=1)
+        self.dw = nn.Conv2d(6, 6, 7, padding=3, groups=6)
+        self.up = nn.ConvTranspose2d(6, 4, 2, stride=2)
+
+    def forward(self, x):
+        x = F.gelu(self.stem(x))
+        return self.up(x + torch.tanh(self.dw(x)))
+
+
+def pairs(plain, sharded):
+    others = dict(sharded.named_parameters())
+    return {name: (p, others[name]) for name, p in plain.named_parameters()}
+
+
+@contextlib.contextmanager
+def own_cache(folder=None):
+    """This rank's compiler cache in a folder of its own, or in one that is kept between runs."""
+    import os
+
+    import torch._inductor.config as config
+
+    made = folder or tempfile.mkdtemp(prefix="haloconv_inductor_")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = made
+    os.environ["TRITON_CACHE_DIR"] = made + "/triton"
+    config.fx_graph_cache = True
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    try:
+        yield
+    finally:
+        torch._dynamo.reset()
+        if folder is None:
+            import shutil
+
+            shutil.rmtree(made, ignore_errors=True)
+
+
+def prepared(route, plain, mesh):
+    """The sharded module, by the layers or by the rules."""
+    import haloconv
+    from torch.distributed.tensor import distribute_module
+
+    copied = copy.deepcopy(plain)
+    if route == "layers":
+        return haloconv.parallelize(copied, mesh)
+    haloconv.enable_rules()
+    return distribute_module(copied, mesh)
+
+
+def images(width, height=6, seed=0):
+    return torch.randn(2, 3, height, width, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + width))
+
+
+# ------------------------------------------------------------------------------------------------ one graph, right values
+
+
+def one_graph(world, backend, route, widths):
+    from torch.distributed.tensor import Shard
+
+    torch.manual_seed(0)
+    plain = Net().double()
+    mesh = mesh_of((world,))
+    sharded = prepared(route, plain, mesh)
+    with own_cache():
+        compiled = torch.compile(sharded, fullgraph=True, backend=backend)
+        for width in widths:
+            plain.zero_grad()
+            sharded.zero_grad()
+            check_same(mesh, (Shard(3),), plain, images(width), compiled, params=pairs(plain, sharded))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("route", ["layers", "rules"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_fullgraph(world, backend, route):
+    """Fails when a sharded ConvNet doesn't compile as one graph, or computes something else when it does."""
+    run_ranks(world, one_graph, world, backend, route, (24, 30), timeout=TIMEOUT)
+
+
+def empty_shards(world, backend, route):
+    """Width 4 on 4 ranks with a stride of 2: half of the ranks have no output; they still have to send."""
+    from torch.distributed.tensor import Shard
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(3, 4, 3, stride=2, padding=1), nn.Tanh(), nn.Conv2d(4, 2, 3, padding=1)).double()
+    mesh = mesh_of((world,))
+    sharded = prepared(route, plain, mesh)
+    with own_cache():
+        compiled = torch.compile(sharded, fullgraph=True, backend=backend)
+        for width in (4, 5, 3):
+            plain.zero_grad()
+            sharded.zero_grad()
+            torch._dynamo.reset()
+            check_same(mesh, (Shard(3),), plain, images(width), compiled, params=pairs(plain, sharded))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("route", ["layers", "rules"])
+def test_empty_shards(backend, route):
+    """Fails when the compiler drops an exchange whose result is empty on this rank: the other ranks hang."""
+    run_ranks(4, empty_shards, 4, backend, route, timeout=TIMEOUT)
+
+
+# ------------------------------------------------------------------------------------------------ dynamic widths
+
+
+def recompilations(world, backend, route, widths, dynamic):
+    from torch._dynamo.testing import CompileCounterWithBackend
+    from torch.distributed.tensor import Shard
+
+    torch.manual_seed(0)
+    plain = Net().double()
+    mesh = mesh_of((world,))
+    sharded = prepared(route, plain, mesh)
+    with own_cache():
+        counter = CompileCounterWithBackend(backend)
+        compiled = torch.compile(sharded, fullgraph=True, backend=counter, dynamic=dynamic)
+        counts = []
+        for width in widths:
+            plain.zero_grad()
+            sharded.zero_grad()
+            check_same(mesh, (Shard(3),), plain, images(width), compiled, params=pairs(plain, sharded))
+            counts.append(counter.frame_count)
+    return counts
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("route", ["layers", "rules"])
+def test_changed_width_recompiles_at_most_once_more(backend, route):
+    """Fails when each new width is a new compilation, or a dynamic graph computes with an old width."""
+    for counts in run_ranks(2, recompilations, 2, backend, route, (24, 32, 40, 56, 72), None, timeout=TIMEOUT):
+        assert counts[0] == 1 and counts[-1] <= 2, counts
+
+
+@pytest.mark.parametrize("route", ["layers", "rules"])
+def test_changed_uneven_width(route):
+    """Fails when widths that the ranks don't divide need more than one graph more."""
+    for counts in run_ranks(3, recompilations, 3, "aot_eager", route, (24, 31, 38, 50, 44), None, timeout=TIMEOUT):
+        assert counts[-1] <= 3, counts
+
+
+# ------------------------------------------------------------------------------------------------ the second run of a job
+
+
+def cached_job(world, folder, route):
+    """Compiles, trains one step; returns how often a graph came out of the cache on disk."""
+    import os
+
+    from torch.distributed.tensor import Shard
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(3, 4, 5, stride=2, padding=2), nn.Tanh(), nn.Conv2d(4, 2, 3, padding=1)).double()
+    mesh = mesh_of((world,))
+    with own_cache(folder):
+        sharded = prepared(route, plain, mesh)
+        compiled = torch.compile(sharded, fullgraph=True, backend="inductor")
+        check_same(mesh, (Shard(3),), plain, images(21), compiled, params=pairs(plain, sharded))
+        counters = {k: dict(v) for k, v in torch._dynamo.utils.counters.items()}
+    hits = counters.get("inductor", {}).get("fxgraph_cache_hit", 0) + counters.get("aot_autograd", {}).get("autograd_cache_hit", 0)
+    return hits, os.getpid()
+
+
+@pytest.mark.parametrize("route", ["layers", "rules"])
+def test_second_run_with_a_warm_cache_on_disk(route, tmp_path):
+    """Fails when, on a job's second run, a rank is given another rank's graph from the cache on disk. Ranks share the folder, the
+    processes are new each time."""
+    world = 3
+    folder = str(tmp_path / "cache")
+    first = run_ranks(world, cached_job, world, folder, route, timeout=TIMEOUT)
+    harness.discard(world)
+    second = run_ranks(world, cached_job, world, folder, route, timeout=TIMEOUT)
+    assert {pid for _, pid in first}.isdisjoint({pid for _, pid in second})
+    assert all(hits > 0 for hits, _ in second), f"the cache wasn't used, so this shows nothing: {second}"
+
+
+# ------------------------------------------------------------------------------------------------ rules switched off, eval, gradients of gradients
+
+
+def off_before_backward(world, compiled):
+    """Forward with the rules on, backward after they were switched off."""
+    import haloconv
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    torch.manual_seed(0)
+    mesh = mesh_of((world,))
+    weight = torch.randn(3, 3, 3, 3, dtype=torch.float64, requires_grad=True)
+    ws = distribute_tensor(weight.detach(), mesh).requires_grad_()
+
+    def function(t, w):
+        return F.conv2d(t, w, stride=2, padding=1)
+
+    x = images(14).requires_grad_()
+    xs = shard(x, mesh, (Shard(3),)).requires_grad_()
+    with own_cache() if compiled else contextlib.nullcontext():
+        with haloconv.rules():
+            out = (torch.compile(function, fullgraph=True, backend=compiled) if compiled else function)(xs, ws)
+        want = function(x, weight)
+        grad = torch.randn(want.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        want.backward(grad)
+        out.backward(shard(grad, mesh, (Shard(3),)))
+    assert_shards(out, want, (Shard(3),), "output")
+    assert_shards(xs.grad, x.grad, (Shard(3),), "input gradient")
+    assert_close(full(ws.grad), weight.grad, "weight gradient")
+
+
+@pytest.mark.parametrize("compiled", [None, *BACKENDS])
+def test_rules_switched_off_between_forward_and_backward(compiled):
+    """Fails when a backward that runs after `with rules()` has ended falls to torch's own, wrong one."""
+    run_ranks(2, off_before_backward, 2, compiled, timeout=TIMEOUT)
+
+
+def toggled(world):
+    """The switch works in eager mode both ways, nests, and compiled code follows it."""
+    import haloconv
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    torch.manual_seed(0)
+    mesh = mesh_of((world,))
+    weight = torch.randn(3, 3, 3, 3, dtype=torch.float64)
+    ws = distribute_tensor(weight, mesh)
+    x = images(14)
+    xs = shard(x, mesh, (Shard(3),))
+    want = F.conv2d(x, weight, padding=1)
+    haloconv.enable_rules()
+    haloconv.enable_rules()
+    assert_shards(F.conv2d(xs, ws, padding=1), want, (Shard(3),), "enabled")
+    with haloconv.rules():
+        pass
+    assert_shards(F.conv2d(xs, ws, padding=1), want, (Shard(3),), "after a nested with")
+    haloconv.disable_rules()
+    with haloconv.rules():
+        assert_shards(F.conv2d(xs, ws, padding=1), want, (Shard(3),), "with rules()")
+        with haloconv.rules():
+            pass
+        assert_shards(F.conv2d(xs, ws, padding=1), want, (Shard(3),), "with rules(), after an inner one")
+    try:
+        with haloconv.rules():
+            raise KeyError
+    except KeyError:
+        pass
+    # a plain tensor and an unsharded DTensor are torch's business, rules on or off
+    with haloconv.rules():
+        assert_close(F.conv2d(x, weight, padding=1), want, "plain tensors under rules")
+        assert_close(F.conv2d(distribute_tensor(x, mesh), ws, padding=1).full_tensor(), want, "Replicate under rules")
+
+
+def test_rules_are_a_switch():
+    """Fails when enable_rules, disable_rules and rules() don't nest as a context manager has to."""
+    run_ranks(2, toggled, 2)
+
+
+def inference(world, backend, route):
+    from torch.distributed.tensor import Shard
+
+    torch.manual_seed(0)
+    plain = Net().double().eval()
+    mesh = mesh_of((world,))
+    sharded = prepared(route, plain, mesh).eval()
+    with own_cache():
+        call = torch.compile(sharded, fullgraph=True, backend=backend) if backend else sharded
+        for width in (24, 18):
+            x = images(width)
+            want = plain(x)
+            with torch.inference_mode():
+                assert_shards(call(shard(x, mesh, (Shard(3),))), want, (Shard(3),), "output under inference_mode")
+            with torch.no_grad():
+                assert_shards(call(shard(x, mesh, (Shard(3),))), want, (Shard(3),), "output under no_grad")
+
+
+@pytest.mark.parametrize("backend", [None, *BACKENDS])
+@pytest.mark.parametrize("route", ["layers", "rules"])
+def test_eval_under_inference_mode(route, backend):
+    """Fails when evaluation under inference_mode, where composite ops arrive whole, misses the rules."""
+    run_ranks(2, inference, 2, backend, route, timeout=TIMEOUT)
+
+
+def second_gradient(world, backend, route):
+    """A gradient penalty through a compiled convolution: right, or a clear error on every rank."""
+    from torch.distributed.tensor import Shard
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(3, 2, 3, padding=1), nn.Tanh()).double()
+    mesh = mesh_of((world,))
+    sharded = prepared(route, plain, mesh)
+    x = images(10).requires_grad_()
+    xs = shard(x, mesh, (Shard(3),)).requires_grad_()
+
+    def penalty(model, inputs):
+        (grad,) = torch.autograd.grad((model(inputs) ** 2).sum(), inputs, create_graph=True)
+        return (grad**2).sum()
+
+    with own_cache():
+        call = torch.compile(sharded, fullgraph=True, backend=backend)
+        try:
+            got = penalty(call, xs)
+            got.backward()
+        except RuntimeError as error:
+            assert any(word in str(error).lower() for word in ("double", "twice", "second", "differentiable", "create_graph")), error
+            return "refused"
+    want = penalty(plain, x)
+    want.backward()
+    assert_close(full(got.detach()), want.detach(), "penalty")
+    assert_shards(xs.grad, x.grad, (Shard(3),), "gradient of the penalty")
+    return "right"
+
+
+@pytest.mark.parametrize("route", ["layers", "rules"])
+def test_double_backward_of_compiled_code(route):
+    """Fails when a second derivative through compiled code is silently wrong."""
+    assert len(set(run_ranks(2, second_gradient, 2, "aot_eager", route, timeout=TIMEOUT))) == 1
+
+
+# ------------------------------------------------------------------------------------------------ fake tensors
+
+
+def faked(world):
+    """Under FakeTensorMode the ops give shapes without sending anything: memory estimates need that."""
+    import haloconv
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    haloconv.reset_comm_stats()
+    args = ([2, 2], [1, 1, 1, 1], [1, 1], False, [0, 0], 1, [0, 0], [3], [9], [dist.get_rank()], [world], dist.group.WORLD.group_name)
+    begin, end = [(0, 5), (5, 9)][dist.get_rank()]
+    real = torch.ops.haloconv.convolution(torch.ones(1, 2, 4, end - begin), torch.ones(3, 2, 3, 3), [], *args)
+    sent = haloconv.comm_stats()["messages"]
+    with FakeTensorMode():
+        x, weight = torch.ones(1, 2, 4, end - begin), torch.ones(3, 2, 3, 3)
+        out = torch.ops.haloconv.convolution(x, weight, [], *args)
+        grads = torch.ops.haloconv.convolution_backward(out, x, weight, *args, True, True, True)
+    assert out.shape == real.shape and out.dtype == real.dtype and out.stride() == real.stride()
+    assert grads[0].shape == x.shape and grads[1].shape == weight.shape and tuple(grads[2].shape) == (3,)
+    assert haloconv.comm_stats()["messages"] == sent
+    meta = torch.ops.haloconv.convolution(torch.ones(1, 2, 4, end - begin, device="meta"), torch.ones(3, 2, 3, 3, device="meta"), [], *args)
+    assert meta.shape == real.shape
+
+
+def test_fake_and_meta_tensors():
+    """Fails when shapes on fake tensors differ from the real ones, or when asking for them sends messages."""
+    run_ranks(2, faked, 2)

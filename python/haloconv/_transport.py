@@ -1,0 +1,226 @@
+"""The Python half of the transport: torch's process groups, as ops that the C core calls.
+
+``haloconv::_post`` starts one exchange of one group and returns a ticket, ``_wait`` returns when everything of it
+has been received, ``_report`` tells the group that this rank failed. Their bodies are
+``torch.distributed.batch_isend_irecv`` and some bookkeeping:
+
+* Every rank of a group counts its exchanges, also those in which it has no message. Each message on the CPU starts
+  with that number and its length, so a message that is out of step is an error and never a wrong halo.
+* A rank that fails sends each other rank a *report*, a header alone. Whoever then waits for that rank raises at once
+  instead of waiting for ever, and reports in turn, until all of the group know. A failure also ends the group's
+  *epoch*: counting restarts, under another tag, so that nothing left over from before can be taken for a halo. Ranks
+  that all failed in the same operation (a wrong argument, say) meet again in the next epoch, and the group goes on.
+* Sends are not waited for: their buffers live until a later message of the receiver proves that it has them. So a
+  rank that only sends cannot be stalled by a receiver that failed either.
+
+Headers are not read on devices where that would stop the host; there the backend's own error handling applies.
+
+What is counted for `comm_stats` is counted here, where it happens.
+"""
+
+import collections
+import ctypes
+import itertools
+import threading
+import time
+import warnings
+import weakref
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
+
+HEADER_BYTES = 16  # HC_HEADER_BYTES in csrc/transport.h
+_REPORT = -1  # in place of an exchange's number
+_FIRST_TAG = 0x48430000  # keeps haloconv's messages apart from a user's own send and recv on the same group
+_MAX_REPORTS = 16  # per peer
+_MAX_UNPROVEN_SENDS = 64  # per peer, before a send is waited for after all
+
+_library = torch.library.Library("haloconv", "FRAGMENT")
+_library.define("_post(Tensor[] send, int[] to, Tensor[] recv, int[] source, str group, str op) -> int")
+_library.define("_wait(int ticket) -> ()")
+_library.define("_report(str group, str message) -> ()")
+
+
+class _Statistics:
+    """Counters since the last reset, in all and by op."""
+
+    NAMES = ("messages", "bytes", "exchanges", "all_reduces", "seconds")
+
+    def __init__(self):
+        self.by_op = collections.defaultdict(lambda: dict.fromkeys(self.NAMES, 0))
+
+    def add(self, op, **amounts):
+        counters = self.by_op[op]
+        for name, amount in amounts.items():
+            counters[name] += amount
+
+    def totals(self):
+        result = {name: sum(counters[name] for counters in self.by_op.values()) for name in self.NAMES}
+        result["by_op"] = {op: dict(counters) for op, counters in self.by_op.items()}
+        return result
+
+
+class _Channel:
+    """What a rank knows about the exchanges of one process group."""
+
+    def __init__(self, group):
+        self.group = group
+        self.epoch = 0
+        self.next_exchange = 0
+        # By peer, oldest first: (epoch, exchange, work, buffer) of sends, and (epoch, work, buffer) of reports.
+        self.sends = collections.defaultdict(collections.deque)
+        self.reports = collections.defaultdict(lambda: collections.deque(maxlen=_MAX_REPORTS))
+
+    @property
+    def tag(self):
+        return _FIRST_TAG + self.epoch
+
+    def release(self, peer, epoch, exchange):
+        """Forgets the sends that `peer` must have received, since its message of (epoch, exchange) is here."""
+        reports, sends = self.reports[peer], self.sends[peer]
+        while reports and reports[0][0] < epoch:
+            reports.popleft()
+        while sends and (sends[0][:2] < (epoch, exchange) or len(sends) > _MAX_UNPROVEN_SENDS):
+            sent_epoch, _, work, _ = sends.popleft()
+            if sent_epoch == epoch:  # of an epoch that has ended nobody may want it any more
+                work.wait()
+
+
+_Ticket = collections.namedtuple("_Ticket", "channel epoch exchange op works recvs peers buffers")
+
+statistics = _Statistics()
+_channels = weakref.WeakKeyDictionary()
+_tickets = {}
+_ticket_numbers = itertools.count(1)
+_lock = threading.Lock()  # autograd threads and the main thread may both be here
+
+
+def _channel(group_name):
+    group = _resolve_process_group(group_name)
+    channel = _channels.get(group)
+    if channel is None:
+        channel = _channels[group] = _Channel(group)
+    return channel
+
+
+def _header(buffer):
+    return (ctypes.c_int64 * 2).from_address(buffer.data_ptr())
+
+
+def _post(send, to, recv, source, group_name, op):
+    started = time.perf_counter()
+    with _lock:
+        channel = _channel(group_name)
+        exchange, channel.next_exchange = channel.next_exchange, channel.next_exchange + 1
+        on_cpu = all(buffer.device.type == "cpu" for buffer in (*send, *recv))
+        if on_cpu:
+            for buffer in send:
+                _header(buffer)[:] = (exchange, buffer.numel())
+        transfers = [(dist.irecv, recv, source), (dist.isend, send, to)]
+        operations = [
+            dist.P2POp(function, buffer, group=channel.group, group_peer=peer, tag=channel.tag)
+            for function, buffers, peers in transfers
+            for buffer, peer in zip(buffers, peers)
+        ]
+        # gloo gives one work for each operation, NCCL one for all of them.
+        works = dist.batch_isend_irecv(operations) if operations else []
+        if on_cpu and len(works) == len(operations):
+            for work, buffer, peer in zip(works[len(recv) :], send, to):
+                channel.sends[peer].append((channel.epoch, exchange, work, buffer))
+            works = works[: len(recv)]
+        ticket = next(_ticket_numbers)
+        checked = recv if on_cpu else []
+        _tickets[ticket] = _Ticket(channel, channel.epoch, exchange, op, works, checked, source, (send, recv))
+        statistics.add(
+            op,
+            messages=len(send),
+            bytes=sum(buffer.numel() for buffer in send) - HEADER_BYTES * len(send) * on_cpu,
+            exchanges=1 if operations else 0,
+            seconds=time.perf_counter() - started,
+        )
+    return ticket
+
+
+def _wait(ticket_number):
+    started = time.perf_counter()
+    with _lock:
+        ticket = _tickets.pop(ticket_number)
+    try:
+        for work in ticket.works:
+            work.wait()
+        for buffer, peer in zip(ticket.recvs, ticket.peers):
+            _check_header(ticket, buffer, peer)
+            ticket.channel.release(peer, ticket.epoch, ticket.exchange)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"exchange {ticket.exchange} ({ticket.op}) with ranks {ticket.peers} of group "
+            f"'{ticket.channel.group.group_name}' failed: {error}"
+        ) from error
+    finally:
+        statistics.add(ticket.op, seconds=time.perf_counter() - started)
+
+
+def _check_header(ticket, buffer, peer):
+    exchange, length = _header(buffer)
+    if exchange == _REPORT:
+        raise RuntimeError(f"rank {peer} reported: {_reported(ticket.channel, peer)}")
+    if exchange != ticket.exchange:
+        raise RuntimeError(f"rank {peer} is at exchange {exchange}: the ranks do not run the same operations")
+    if length != buffer.numel():
+        raise RuntimeError(
+            f"rank {peer} sent {length} bytes, expected {buffer.numel()}: the ranks disagree on a shape, a dtype or "
+            "a window"
+        )
+
+
+def _store_key(channel, rank):
+    return f"haloconv/{channel.group.group_name}/{rank}"
+
+
+def _reported(channel, peer):
+    try:
+        return _get_default_store().get(_store_key(channel, peer)).decode()
+    except RuntimeError as error:  # the text is a help, no more
+        return f"an error, whose text could not be read ({error})"
+
+
+def _report(group_name, message):
+    """Ends the epoch of a group. Never raises: it runs while another error is on its way."""
+    try:
+        with _lock:
+            channel = _channel(group_name)
+            group, tag, epoch = channel.group, channel.tag, channel.epoch
+            channel.epoch += 1
+            channel.next_exchange = 0
+        rank = dist.get_rank(group)
+        _get_default_store().set(_store_key(channel, rank), message)
+        for peer in range(dist.get_world_size(group)):
+            if peer != rank and dist.get_backend(group) == "gloo":
+                buffer = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+                _header(buffer)[:] = (_REPORT, HEADER_BYTES)
+                work = dist.isend(buffer, group=group, group_dst=peer, tag=tag)
+                channel.reports[peer].append((epoch, work, buffer))
+    except Exception as error:
+        warnings.warn(f"haloconv could not report an error to group '{group_name}': {error}", stacklevel=2)
+
+
+class reporting:
+    """A block whose errors reach the other ranks of the groups: for checks of arguments, before anything is sent."""
+
+    def __init__(self, group_names):
+        self.group_names = group_names
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        if kind is not None:
+            for name in self.group_names:
+                _report(name, str(error))
+        return False
+
+
+_library.impl("_post", _post, "CompositeExplicitAutograd")
+_library.impl("_wait", _wait, "CompositeExplicitAutograd")
+_library.impl("_report", _report, "CompositeExplicitAutograd")

@@ -86,7 +86,7 @@ sanitize-short: export HALOCONV_FUZZ_CASES = 100
 sanitize-short: sanitize
 
 fuzz: build
-	HALOCONV_FUZZ_CASES=20000 $(PY) -m pytest --timeout 14400 tests/test_convolution_fuzz.py tests/test_plan.py $(ARGS)
+	HALOCONV_FUZZ_CASES=5000 $(PY) -m pytest --timeout 7200 tests/test_convolution_fuzz.py tests/test_plan.py $(ARGS)
 
 mutation: build
 	$(PY) tests/mutation.py $(ARGS)

@@ -17,6 +17,7 @@ function of sharded ones.
 """
 
 import atexit
+import contextlib
 import faulthandler
 import itertools
 import multiprocessing
@@ -34,6 +35,7 @@ import traceback
 HERE = os.path.dirname(os.path.abspath(__file__))
 SOURCE = os.path.join(os.path.dirname(HERE), "python")
 GRACE_S = float(os.environ.get("HALOCONV_GRACE_S", "15"))  # how long the other ranks get after one has raised
+TIMEOUT_FACTOR = float(os.environ.get("HALOCONV_TIMEOUT_FACTOR", "1"))  # of every case's limit: more for sanitizers
 GROUP_TIMEOUT_S = 120.0  # gloo's own limit, longer than a case's, so that ours reports first
 START_TIMEOUT_S = 120.0
 PRELOAD = [  # what the first DTensor operation would import in every worker, and what the test modules import
@@ -42,6 +44,7 @@ PRELOAD = [  # what the first DTensor operation would import in every worker, an
     "torch.distributed.fsdp",
     "torch._dynamo",
     "torch._inductor.utils",
+    "haloconv",
     "pytest",
     "hypothesis",
     "reference",
@@ -75,6 +78,8 @@ def _worker_main(rank, world, conn, workdir, group_timeout_s, faults_path):
     import torch
     import torch.distributed as dist
 
+    with contextlib.suppress(ImportError):  # the tests of the harness itself don't need it
+        import haloconv  # noqa: F401
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -106,12 +111,9 @@ def _worker_main(rank, world, conn, workdir, group_timeout_s, faults_path):
 
 
 def _die_with_parent():
-    try:
-        import ctypes
+    import ctypes
 
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
-    except OSError:
-        pass
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
 
 
 def _clean_up():
@@ -183,10 +185,8 @@ class Pool:
         """Returns ({rank: (kind, value)}, ranks still running)."""
         blob = pickle.dumps((fn, args))
         for conn in self.conns:
-            try:
+            with contextlib.suppress(OSError):  # the process has died; _collect says so
                 conn.send_bytes(blob)
-            except OSError:
-                pass  # the process has died; _collect says so
         return self._collect(timeout)
 
     def _collect(self, timeout):
@@ -248,10 +248,8 @@ class Pool:
 
     def stop(self):
         for conn in self.conns:
-            try:
+            with contextlib.suppress(OSError):
                 conn.send_bytes(b"stop")
-            except OSError:
-                pass
         for process in self.processes:
             process.join(2)
         self.kill()
@@ -301,7 +299,7 @@ def _name(fn, args):
 def run_ranks(world, fn, *args, timeout=60):
     """Runs fn(*args) on each of `world` ranks; returns their results in rank order; anything else raises RankFailure."""
     start = time.monotonic()
-    replies, running = pool(world).run(fn, args, timeout)
+    replies, running = pool(world).run(fn, args, timeout * TIMEOUT_FACTOR)
     if not running and all(kind == "ok" for kind, _ in replies.values()):
         return [replies[rank][1] for rank in range(world)]
     took = time.monotonic() - start
@@ -316,7 +314,7 @@ def raises_on_every_rank(world, fn, *args, kinds=("ValueError", "TypeError"), ma
     Returns the messages. usable: afterwards the same processes must be able to communicate, which shows that the error came
     before anything was sent.
     """
-    replies, running = pool(world).run(fn, args, timeout)
+    replies, running = pool(world).run(fn, args, timeout * TIMEOUT_FACTOR)
     try:
         bad = running or [rank for rank, (kind, _) in replies.items() if kind != "error"]
         title = f"{_name(fn, args)}: expected {kinds} on all of {world} ranks"

@@ -224,3 +224,19 @@ class reporting:
 _library.impl("_post", _post, "CompositeExplicitAutograd")
 _library.impl("_wait", _wait, "CompositeExplicitAutograd")
 _library.impl("_report", _report, "CompositeExplicitAutograd")
+
+
+def comm_stats():
+    """What this process has communicated since the last reset.
+
+    Returns:
+        A dict: ``messages`` and ``bytes`` sent (payload, headers left out), ``exchanges`` and ``all_reduces`` taken part
+        in, ``seconds`` spent posting and waiting, and ``by_op`` with the same numbers for each operation. Bytes of
+        an all-reduce are those of its tensor.
+    """
+    return statistics.totals()
+
+
+def reset_comm_stats():
+    """Sets all counters to zero."""
+    statistics.by_op.clear()

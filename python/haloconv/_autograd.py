@@ -1,0 +1,106 @@
+"""Convolution of DTensors with gradients: what the layers call.
+
+In eager mode it is one autograd function from DTensors to DTensors, which costs the least host time. Such a function
+does not trace under ``torch.compile(fullgraph=True)``, while `to_local`, the op and `from_local` do, so compiling takes
+that way. Both compute the same.
+"""
+
+import torch
+
+from . import _convolution, _ops, _transport
+from ._dtensor import DTensor, Replicate, strides_of
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, window):
+        ctx.window = window
+        ctx.save_for_backward(x, weight)
+        return _convolution.forward(x, weight, bias, window)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        x, weight = ctx.saved_tensors
+        return *_ConvolutionBackward.apply(grad_output, x, weight, ctx.window, *ctx.needs_input_grad[:3]), None
+
+
+class _ConvolutionBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, grad_output, x, weight, window, *needs):
+        ctx.window, ctx.needs = window, needs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(grad_output, x, weight)
+        return _convolution.backward(grad_output, x, weight, window, *needs)
+
+    @staticmethod
+    def backward(ctx, *cotangents):
+        def convolve(x, weight, bias):
+            return _Convolution.apply(x, weight, bias, ctx.window)
+
+        def differentiate(grad_output, x, weight, need_x, need_weight):
+            return _ConvolutionBackward.apply(grad_output, x, weight, ctx.window, need_x, need_weight, False)
+
+        grads = _ops.double_backward(
+            convolve, differentiate, *ctx.saved_tensors, cotangents, ctx.needs_input_grad
+        )
+        return *grads, None, None, None, None
+
+
+def _as_dtensor(tensor, mesh):
+    """A plain parameter as a replicated DTensor; its gradient comes back plain, summed over the ranks."""
+    if tensor is None or isinstance(tensor, DTensor):
+        return tensor
+    return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _autocast(x, *others):
+    """What autocast does to a convolution's arguments."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        return x, *others
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(
+        tensor.to(dtype)
+        if tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
+        else tensor
+        for tensor in (x, *others)
+    )
+
+
+def convolution(x, weight, bias, window):
+    """Differentiable sharded convolution of the DTensor `x`; weight and bias plain or DTensors, bias may be None."""
+    with _transport.reporting([] if torch.compiler.is_compiling() else _convolution.groups_of(x)):
+        x, weight, bias = _autocast(x, weight, bias)
+        weight, bias = _as_dtensor(weight, x.device_mesh), _as_dtensor(bias, x.device_mesh)
+    if not torch.compiler.is_compiling():
+        return _Convolution.apply(x, weight, bias, window)
+    return _traceable_convolution(x, weight, bias, window)
+
+
+def _traceable_convolution(x, weight, bias, window):
+    mesh = x.device_mesh
+    _convolution.check_window(window, x.shape, weight.shape)
+    layout = _convolution.layout_of(mesh, x.placements, weight.placements, window, x.shape)
+    x = x.redistribute(placements=_convolution.reduced(x.placements))
+    weight = weight.redistribute(placements=layout.weight)
+    local_bias = []
+    if bias is not None:
+        local_bias = [bias.redistribute(placements=layout.bias).to_local(grad_placements=layout.grad_weight)]
+    local = _ops.ops.convolution(
+        x.to_local(grad_placements=layout.grad_input),
+        weight.to_local(grad_placements=layout.grad_weight),
+        local_bias,
+        *_convolution.op_arguments(window, layout, x.shape),
+    )
+    shape = torch.Size(_convolution.global_out_shape(x.shape, weight.shape, window))
+    strides = strides_of(shape, _convolution.is_channels_last(x))
+    return DTensor.from_local(local, mesh, layout.out, run_check=False, shape=shape, stride=strides)
+
+
+def on_local(function, x, shape):
+    """`function` of the local tensor, for one that does not touch sharded dims; `shape` is the result's global one."""
+    shape = torch.Size(shape)
+    local = function(x.to_local())
+    return DTensor.from_local(
+        local, x.device_mesh, x.placements, run_check=False, shape=shape, stride=strides_of(shape, False)
+    )

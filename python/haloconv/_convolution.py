@@ -1,0 +1,320 @@
+"""The sharded convolution on DTensors, below autograd: shared by the rules and by the layers.
+
+Each mesh dim plays one role in a convolution, read off the placements of input and weight:
+
+    role       input      weight     output     grad of input   grad of weight, bias
+    spatial    Shard(2+)  Replicate  the same   Shard(2+)       Partial
+    batch      Shard(0)   Replicate  Shard(0)   Shard(0)        Partial
+    whole      Replicate  Replicate  Replicate  Replicate       Replicate
+    grouped    Shard(1)   Shard(0)   Shard(1)   Shard(1)        Shard(0)       groups divide evenly
+    channels   Replicate  Shard(0)   Shard(1)   Partial         Shard(0)       groups == 1
+
+Weights that lie otherwise are redistributed (they are small), a Partial input is reduced. An activation is never
+gathered: an input that would need it is refused by name.
+"""
+
+import typing
+
+import torch
+
+from . import _ops, _transport
+from ._check import on_rank
+from ._dtensor import DTensor, Partial, Replicate, Shard, is_exactly_shard, local_of, wrap, wrap_like
+
+
+class Window(typing.NamedTuple):
+    """A convolution's numbers, one per spatial dim; padding is lo, hi of each dim in turn."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    transposed: bool
+    output_padding: tuple[int, ...]
+    groups: int
+    periodic: tuple[bool, ...]
+
+
+class Layout(typing.NamedTuple):
+    """How a convolution lies on a mesh."""
+
+    roles: tuple[str, ...]  # of each mesh dim
+    out: tuple  # placements
+    weight: tuple
+    bias: tuple
+    grad_input: tuple
+    grad_weight: tuple
+    groups: int  # of the local convolution
+    # The sharded spatial dims: dim, rank, world, group name of each.
+    dims: tuple[int, ...]
+    ranks: tuple[int, ...]
+    worlds: tuple[int, ...]
+    group_names: tuple[str, ...]
+
+
+# ---- checks ----
+
+
+def check_window(window, x_shape, weight_shape):
+    """Refuses numbers that do not fit, with a sentence that names them. Sizes may be symbolic."""
+    n = len(weight_shape) - 2
+    names = {"stride": 1, "dilation": 1, "output_padding": 0}
+    for name, least in names.items():
+        values = getattr(window, name)
+        if len(values) != n or any(value < least for value in values):
+            raise ValueError(f"{name} is {values}, expected {n} integers >= {least}{on_rank()}")
+    if len(window.padding) != 2 * n:
+        raise ValueError(f"padding is {window.padding}, expected {n} pairs{on_rank()}")
+    if any(padding < 0 for padding in window.padding):
+        raise ValueError(f"padding is {window.padding}, expected no negative padding{on_rank()}")
+    if window.transposed and any(window.periodic):
+        raise ValueError(f"padding_mode is 'circular', expected 'zeros' for a transposed convolution{on_rank()}")
+    channels = weight_shape[0] if window.transposed else weight_shape[1] * window.groups
+    if window.groups < 1 or weight_shape[0] % window.groups != 0:
+        raise ValueError(
+            f"groups is {window.groups}, expected a divisor of weight's first size {weight_shape[0]}{on_rank()}"
+        )
+    if len(x_shape) != n + 2 or x_shape[1] != channels:
+        raise ValueError(
+            f"input has shape {tuple(x_shape)}, expected {n + 2} dims with {channels} channels for a weight of shape "
+            f"{tuple(weight_shape)} and groups={window.groups}{on_rank()}"
+        )
+    for index in range(n):
+        kernel, dilation = weight_shape[2 + index], window.dilation[index]
+        if window.transposed:
+            if window.output_padding[index] >= max(window.stride[index], dilation):
+                raise ValueError(
+                    f"output_padding is {window.output_padding}, expected less than stride {window.stride} or "
+                    f"dilation {window.dilation}{on_rank()}"
+                )
+            continue
+        padded = x_shape[2 + index] + window.padding[2 * index] + window.padding[2 * index + 1]
+        if padded < dilation * (kernel - 1) + 1:
+            raise ValueError(
+                f"input has size {x_shape[2 + index]} in dim {2 + index}, expected at least "
+                f"{dilation * (kernel - 1) + 1} with its padding {window.padding[2 * index : 2 * index + 2]}, the reach "
+                f"of kernel {kernel} with dilation {dilation}{on_rank()}"
+            )
+
+
+def check_tensors(x, weight, bias, out_channels):
+    """dtypes, devices and the bias's shape."""
+    if not x.dtype.is_floating_point:
+        raise TypeError(f"input has dtype {x.dtype}, expected a floating one{on_rank()}")
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is None:
+            continue
+        if tensor.dtype != x.dtype:
+            raise TypeError(f"{name} has dtype {tensor.dtype}, expected input's {x.dtype}{on_rank()}")
+        if tensor.device.type != x.device.type:
+            raise ValueError(f"{name} is on {tensor.device}, expected input's {x.device}{on_rank()}")
+        if tensor.device_mesh != x.device_mesh:
+            raise ValueError(f"{name} is on {tensor.device_mesh}, expected input's {x.device_mesh}{on_rank()}")
+    if bias is not None and tuple(bias.shape) != (out_channels,):
+        raise ValueError(f"bias has shape {tuple(bias.shape)}, expected ({out_channels},){on_rank()}")
+
+
+# ---- roles ----
+
+
+def _role(mesh_dim, mesh, x_placement, weight_placement, window, x_shape):
+    if isinstance(x_placement, Partial):  # reduced before it gets here
+        x_placement = Replicate()
+    if not (isinstance(x_placement, Replicate) or is_exactly_shard(x_placement)):
+        raise ValueError(
+            f"input has placement {x_placement} on mesh dim {mesh_dim}, expected Shard or Replicate: redistribute it "
+            f"first{on_rank()}"
+        )
+    if isinstance(x_placement, Replicate):
+        if window.groups == 1 and not window.transposed and weight_placement == Shard(0):
+            return "channels"
+        return "whole"
+    dim = x_placement.dim % len(x_shape)
+    if dim >= 2:
+        return "spatial"
+    if dim == 0:
+        return "batch"
+    if window.groups > 1 and window.groups % mesh.size(mesh_dim) == 0:
+        return "grouped"
+    raise ValueError(
+        f"input is {x_placement} on mesh dim {mesh_dim} of size {mesh.size(mesh_dim)}, with groups={window.groups}: "
+        "channels can stay sharded only where the groups divide evenly; redistribute the input to Replicate or to "
+        f"another dim first{on_rank()}"
+    )
+
+
+_BY_ROLE = {
+    # role: placements of weight (and bias), of their gradients
+    "spatial": (Replicate(), Partial()),
+    "batch": (Replicate(), Partial()),
+    "whole": (Replicate(), Replicate()),
+    "grouped": (Shard(0), Shard(0)),
+    "channels": (Shard(0), Shard(0)),
+}
+
+
+def layout_of(mesh, x_placements, weight_placements, window, x_shape):
+    """The `Layout` for an input and a weight that lie like this; ValueError where there is none."""
+    roles = tuple(
+        _role(mesh_dim, mesh, x_placement, weight_placement, window, x_shape)
+        for mesh_dim, (x_placement, weight_placement) in enumerate(zip(x_placements, weight_placements))
+    )
+    sharded = {}
+    out, grad_input, groups = [], [], window.groups
+    for mesh_dim, (role, placement) in enumerate(zip(roles, x_placements)):
+        if role in ("spatial", "batch", "grouped"):
+            dim = placement.dim % len(x_shape)
+            if dim in sharded:
+                raise ValueError(
+                    f"input is sharded in dim {dim} by mesh dims {sharded[dim]} and {mesh_dim}, expected one mesh dim "
+                    f"for each dim: redistribute it first{on_rank()}"
+                )
+            sharded[dim] = mesh_dim
+            out.append(Shard(dim))
+            grad_input.append(Shard(dim))
+        else:
+            out.append(Shard(1) if role == "channels" else Replicate())
+            grad_input.append(Partial() if role == "channels" else Replicate())
+        if role == "grouped":
+            groups //= mesh.size(mesh_dim)
+    spatial = sorted((dim, mesh_dim) for dim, mesh_dim in sharded.items() if dim >= 2)
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError(f"mesh is {mesh}, expected one that this process is part of{on_rank()}")
+    return Layout(
+        roles=roles,
+        out=tuple(out),
+        weight=tuple(_BY_ROLE[role][0] for role in roles),
+        bias=tuple(_BY_ROLE[role][0] for role in roles),
+        grad_input=tuple(grad_input),
+        grad_weight=tuple(_BY_ROLE[role][1] for role in roles),
+        groups=groups,
+        dims=tuple(dim for dim, _ in spatial),
+        ranks=tuple(coordinate[mesh_dim] for _, mesh_dim in spatial),
+        worlds=tuple(mesh.size(mesh_dim) for _, mesh_dim in spatial),
+        group_names=tuple(mesh.get_group(mesh_dim).group_name for _, mesh_dim in spatial),
+    )
+
+
+def global_out_shape(x_shape, weight_shape, window):
+    """Global output shape."""
+    shape = [x_shape[0], weight_shape[1] * window.groups if window.transposed else weight_shape[0]]
+    for index, kernel in enumerate(weight_shape[2:]):
+        shape.append(
+            _ops.window_out_size(
+                x_shape[2 + index],
+                kernel,
+                window.stride[index],
+                window.padding[2 * index],
+                window.padding[2 * index + 1],
+                window.dilation[index],
+                window.output_padding[index],
+                window.transposed,
+            )
+        )
+    return shape
+
+
+def op_arguments(window, layout, x_shape):
+    """The arguments that convolution and convolution_backward share."""
+    return (
+        list(window.stride),
+        list(window.padding),
+        list(window.dilation),
+        window.transposed,
+        list(window.output_padding),
+        layout.groups,
+        [int(periodic) for periodic in window.periodic],
+        list(layout.dims),
+        [x_shape[dim] for dim in layout.dims],
+        list(layout.ranks),
+        list(layout.worlds),
+        ",".join(layout.group_names),
+    )
+
+
+# ---- on DTensors, below autograd ----
+
+
+def _redistribute(dtensor, placements):
+    if tuple(dtensor.placements) == tuple(placements):
+        return dtensor
+    return dtensor.redistribute(placements=placements)
+
+
+def reduced(placements):
+    """The placements with every Partial replaced by Replicate."""
+    return [Replicate() if isinstance(placement, Partial) else placement for placement in placements]
+
+
+def is_channels_last(dtensor):
+    return _ops.suggest_memory_format(dtensor) != torch.contiguous_format
+
+
+def groups_of(x):
+    """Names of the groups that an error in an operation on `x` has to reach."""
+    if torch._guards.detect_fake_mode(local_of(x)) is not None:
+        return ()
+    mesh = x.device_mesh
+    return [
+        mesh.get_group(mesh_dim).group_name
+        for mesh_dim, placement in enumerate(x.placements)
+        if isinstance(placement, Shard) and mesh.size(mesh_dim) > 1 and mesh.get_coordinate() is not None
+    ]
+
+
+def _prepare(x, weight, bias, window):
+    """Checks everything and brings the tensors to where the layout wants them."""
+    with _transport.reporting(groups_of(x)):
+        check_window(window, x.shape, weight.shape)
+        check_tensors(x, weight, bias, weight.shape[1] * window.groups if window.transposed else weight.shape[0])
+        layout = layout_of(x.device_mesh, x.placements, weight.placements, window, x.shape)
+        for placement in weight.placements:
+            if isinstance(placement, Shard) and placement.dim >= 2:
+                raise ValueError(
+                    f"weight has placements {weight.placements}, expected none that shards a kernel dim (is this a "
+                    f"double backward through the rules? use haloconv.nn's layers for that){on_rank()}"
+                )
+    weight = _redistribute(weight, layout.weight)
+    bias = None if bias is None else _redistribute(bias, layout.bias)
+    return _redistribute(x, reduced(x.placements)), weight, bias, layout
+
+
+def forward(x, weight, bias, window):
+    """The output DTensor. All tensors are DTensors on one mesh; bias may be None."""
+    x, weight, bias, layout = _prepare(x, weight, bias, window)
+    local = _ops.ops.convolution(
+        local_of(x),
+        local_of(weight),
+        [] if bias is None else [local_of(bias)],
+        *op_arguments(window, layout, x.shape),
+    )
+    shape = global_out_shape(x.shape, weight.shape, window)
+    return wrap(local, x.device_mesh, layout.out, shape, is_channels_last(x))
+
+
+def backward(grad_output, x, weight, window, need_input, need_weight, need_bias):
+    """The gradients of input, weight and bias as DTensors, None where not needed."""
+    x, weight, _, layout = _prepare(x, weight, None, window)
+    grad_output = _redistribute(grad_output, layout.out)
+    local = _ops.ops.convolution_backward(
+        local_of(grad_output),
+        local_of(x),
+        local_of(weight),
+        *op_arguments(window, layout, x.shape),
+        need_input,
+        need_weight,
+        need_bias,
+    )
+    bias_shape = grad_output.shape[1:2]
+    return (
+        wrap_like(local[0], x, layout.grad_input) if need_input else None,
+        wrap_like(local[1], weight, layout.grad_weight) if need_weight else None,
+        wrap(local[2], x.device_mesh, layout.grad_weight, bias_shape) if need_bias else None,
+    )
+
+
+def replicated(tensor, mesh):
+    """A plain tensor as a replicated DTensor, below autograd; DTensors as they are."""
+    if isinstance(tensor, DTensor):
+        return tensor
+    return wrap(tensor, mesh, [Replicate()] * mesh.ndim, tensor.shape)

@@ -1,0 +1,156 @@
+"""From full tensors to sharded ones and back."""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from . import _ops, _transport
+from ._check import as_int, on_rank
+from ._dtensor import DTensor, Replicate, Shard
+
+
+def check_mesh(mesh):
+    """A DeviceMesh that this process is part of."""
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh is {mesh!r}, expected a torch.distributed.DeviceMesh{on_rank()}")
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"mesh is {mesh}, expected one that this process is part of{on_rank()}")
+    return mesh
+
+
+def as_dims(dim, mesh, ndim):
+    """`dim` as one non-negative tensor dim for each mesh dim."""
+    dims = tuple(dim) if isinstance(dim, (tuple, list)) else (dim,)
+    if len(dims) != mesh.ndim:
+        raise ValueError(
+            f"dim is {dim!r}, expected {'one dim' if mesh.ndim == 1 else f'a tuple of {mesh.ndim} dims'}, one for each "
+            f"dim of the mesh {tuple(mesh.shape)}{on_rank()}"
+        )
+    result = []
+    for value in dims:
+        value = as_int("dim", value)
+        if not -ndim <= value < ndim:
+            raise ValueError(f"dim is {dim!r}, expected dims of a {ndim}-dimensional tensor{on_rank()}")
+        result.append(value % ndim)
+    if len(set(result)) != len(result):
+        raise ValueError(f"dim is {dim!r}, expected different dims{on_rank()}")
+    return tuple(result)
+
+
+def placements_of(dim, mesh, ndim):
+    """A Shard for each mesh dim."""
+    return [Shard(value) for value in as_dims(dim, mesh, ndim)]
+
+
+def distribute(tensor, mesh, dim=-1):
+    """Shards a full tensor that every rank of the mesh holds alike. No communication; differentiable.
+
+    Args:
+        tensor: a plain tensor, any dtype, the same on all ranks.
+        mesh: a DeviceMesh of n dims.
+        dim: the tensor dim to shard; for n > 1 a tuple with one dim for each mesh dim.
+
+    Returns:
+        A DTensor with ``Shard(dim)``, by torch.chunk's rule; this rank keeps a copy of its own part only. The
+        gradient that flows back is the full one, on every rank.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit.
+    """
+    check_mesh(mesh)
+    if not isinstance(tensor, torch.Tensor) or isinstance(tensor, DTensor):
+        raise TypeError(f"tensor is a {type(tensor).__name__}, expected a plain torch.Tensor{on_rank()}")
+    placements = placements_of(dim, mesh, tensor.dim())
+    tensor = tensor.to(mesh.device_type) if tensor.device.type != mesh.device_type else tensor
+    whole = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return whole.redistribute(placements=placements)
+
+
+def shard_range(size, mesh):
+    """Which part of a dim of `size` this rank holds: (begin, end).
+
+    For a mesh of n > 1 dims `size` is a tuple with one size for each mesh dim, and so is the result.
+    """
+    check_mesh(mesh)
+    sizes = tuple(size) if isinstance(size, (tuple, list)) else (size,)
+    if len(sizes) != mesh.ndim:
+        raise ValueError(f"size is {size!r}, expected one size for each dim of the mesh {tuple(mesh.shape)}{on_rank()}")
+    bounds = []
+    for mesh_dim, value in enumerate(sizes):
+        value = as_int("size", value)
+        if value < 0:
+            raise ValueError(f"size is {size!r}, expected nothing below 0{on_rank()}")
+        bounds.append(_ops.shard_bounds(value, mesh.size(mesh_dim), mesh.get_coordinate()[mesh_dim]))
+    bounds = [(int(begin), int(end)) for begin, end in bounds]
+    return bounds if isinstance(size, (tuple, list)) else bounds[0]
+
+
+def distribute_local(local, mesh, dim=-1, size=None):
+    """Makes a sharded tensor from each rank's own slab, for data too big to load whole. Differentiable.
+
+    Args:
+        local: this rank's slab, ``shard_range(size, mesh)`` of dim `dim`; all other sizes as on the other ranks.
+        mesh: a DeviceMesh of n dims.
+        dim: the sharded tensor dim; for n > 1 a tuple with one dim for each mesh dim.
+        size: the global size of `dim` (a tuple for n > 1). None: the slabs are added up, which costs one small
+            collective.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit, or a slab is not the shard that torch.chunk's rule gives its
+            rank. Without `size` that raises on every rank; with it, on the rank itself, and on the others at their
+            next exchange with it.
+    """
+    check_mesh(mesh)
+    if not isinstance(local, torch.Tensor) or isinstance(local, DTensor):
+        raise TypeError(f"local is a {type(local).__name__}, expected a plain torch.Tensor{on_rank()}")
+    local = local.to(mesh.device_type) if local.device.type != mesh.device_type else local
+    dims = as_dims(dim, mesh, local.dim())
+    if size is None:
+        sizes = _added_up(local, mesh, dims)
+    else:
+        sizes = tuple(size) if isinstance(size, (tuple, list)) else (size,)
+    with _transport.reporting([mesh.get_group(mesh_dim).group_name for mesh_dim in range(mesh.ndim)]):
+        bounds = shard_range(sizes, mesh)
+        for tensor_dim, (begin, end), whole in zip(dims, bounds, sizes):
+            if local.shape[tensor_dim] != end - begin:
+                raise ValueError(
+                    f"local has size {local.shape[tensor_dim]} in dim {tensor_dim}, expected {end - begin}: the shard "
+                    f"[{begin}, {end}) of size={whole}{on_rank()}"
+                )
+    shape = list(local.shape)
+    for tensor_dim, whole in zip(dims, sizes):
+        shape[tensor_dim] = whole
+    strides = torch.empty(shape, device="meta", dtype=local.dtype).stride()
+    placements = [Shard(tensor_dim) for tensor_dim in dims]
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides)
+
+
+def _added_up(local, mesh, dims):
+    """Global sizes from the slabs; raises on every rank when some rank's slab is not its shard."""
+    sizes = []
+    for mesh_dim, tensor_dim in enumerate(dims):
+        group, world = mesh.get_group(mesh_dim), mesh.size(mesh_dim)
+        slabs = [None] * world
+        dist.all_gather_object(slabs, tuple(local.shape), group=group)
+        whole = sum(slab[tensor_dim] for slab in slabs)
+        for rank, slab in enumerate(slabs):
+            begin, end = _ops.shard_bounds(whole, world, rank)
+            if slab[tensor_dim] != end - begin:
+                raise ValueError(
+                    f"local has size {slab[tensor_dim]} in dim {tensor_dim} on rank {rank} of {world}, expected "
+                    f"{end - begin}: its shard [{begin}, {end}) of the slabs' sum {whole}{on_rank()}"
+                )
+        sizes.append(whole)
+    return tuple(sizes)
+
+
+def gather(dtensor):
+    """The full plain tensor, on every rank. Differentiable: each rank then computes the same loss, and its gradient
+    comes back sharded, equal to the unsplit one's part.
+
+    Raises:
+        TypeError: `dtensor` is not a DTensor.
+    """
+    if not isinstance(dtensor, DTensor):
+        raise TypeError(f"dtensor is a {type(dtensor).__name__}, expected a DTensor{on_rank()}")
+    return dtensor.full_tensor()

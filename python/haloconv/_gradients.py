@@ -1,0 +1,194 @@
+"""Reduces the gradients of replicated parameters during backward.
+
+An operation on a sharded activation gives each rank its part of a parameter's gradient: a DTensor that is ``Partial``.
+Left so, the optimizer would all-reduce each parameter by itself, several times over. The reducer collects the gradients
+in the order in which backward finishes them, in buckets, and starts a bucket's all-reduce as soon as it is full, while
+backward goes on; when backward returns, every ``param.grad`` is ``Replicate``.
+
+How a gradient is intercepted: `AccumulateGrad` adds a new gradient to ``param.grad``. Before it runs, a hook sets the old
+one aside; after it, another takes the new gradient away and puts the old one back. So between the two hooks, and only
+there, ``param.grad`` is the new gradient alone, and a backward that raises half-way leaves the old one in place. Old and
+new are added when the new one has been reduced. ``torch.autograd.grad`` does not accumulate, and is left alone.
+
+FSDP2 reduces Partial gradients itself, on parameters of its own making, which these hooks never see.
+"""
+
+import collections
+import weakref
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from . import _transport
+from ._dtensor import DTensor, Partial, Replicate, local_of, wrap_like
+
+BUCKET_BYTES = 25 * 2**20
+
+_REDUCE_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.SUM,  # gloo has no average: divided afterwards
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+
+class _Bucket:
+    """Gradients of one mesh, placement, dtype and device, flattened into one buffer."""
+
+    def __init__(self, mesh, placements):
+        self.mesh, self.placements = mesh, placements
+        self.entries = []  # (parameter, its Partial gradient)
+        self.nbytes = 0
+        self.flat = self.work = None
+        self.mesh_dims = [  # still to be reduced over; a group of one needs nothing
+            index
+            for index, placement in enumerate(placements)
+            if isinstance(placement, Partial) and mesh.size(index) > 1
+        ]
+
+    def add(self, parameter, grad):
+        self.entries.append((parameter, grad))
+        self.nbytes += local_of(grad).nbytes
+
+    def start(self):
+        """Starts the all-reduce over the first mesh dim."""
+        self.flat = torch.cat([local_of(grad).detach().reshape(-1) for _, grad in self.entries])
+        self._start_next()
+
+    def _start_next(self):
+        if self.mesh_dims:
+            mesh_dim = self.mesh_dims[0]
+            op = _REDUCE_OPS[self.placements[mesh_dim].reduce_op]
+            self.work = dist.all_reduce(self.flat, op=op, group=self.mesh.get_group(mesh_dim), async_op=True)
+            _transport.statistics.add("gradients", all_reduces=1, bytes=self.flat.nbytes)
+
+    def finish(self):
+        """Yields (parameter, its reduced local gradient)."""
+        while self.mesh_dims:
+            self.work.wait()
+            mesh_dim = self.mesh_dims.pop(0)
+            if self.placements[mesh_dim].reduce_op == "avg":
+                self.flat /= self.mesh.size(mesh_dim)
+            self._start_next()
+        begin = 0
+        for parameter, grad in self.entries:
+            local = local_of(grad)
+            part = self.flat[begin : begin + local.numel()].view(local.shape)
+            begin += local.numel()
+            if not local.is_contiguous():  # keeps the parameter's memory format
+                part = torch.empty_like(local).copy_(part)
+            yield parameter, wrap_like(part, grad, [Replicate()] * grad.device_mesh.ndim)
+
+
+class _Pass:
+    """One run of the autograd engine."""
+
+    def __init__(self):
+        self.filling = {}  # (mesh, placements, dtype, device) -> _Bucket
+        self.started = []
+
+    def add(self, parameter, grad):
+        key = (grad.device_mesh, tuple(grad.placements), grad.dtype, grad.device)
+        bucket = self.filling.get(key)
+        if bucket is None:
+            bucket = self.filling[key] = _Bucket(grad.device_mesh, tuple(grad.placements))
+        bucket.add(parameter, grad)
+        if bucket.nbytes >= BUCKET_BYTES:
+            self._start(key)
+
+    def _start(self, key):
+        bucket = self.filling.pop(key)
+        bucket.start()
+        self.started.append(bucket)
+
+    def finish(self):
+        for key in list(self.filling):
+            self._start(key)
+        for bucket in self.started:
+            for parameter, grad in bucket.finish():
+                _accumulate(parameter, grad)
+
+
+def _accumulate(parameter, grad):
+    if parameter.grad is None:
+        parameter.grad = grad
+    elif grad.requires_grad:  # create_graph
+        parameter.grad = parameter.grad + grad
+    else:
+        with torch.no_grad():
+            parameter.grad += grad
+
+
+def _will_accumulate(parameter):
+    """Whether the engine is on its way to the parameter's AccumulateGrad: not so in torch.autograd.grad."""
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # how it says that autograd.grad is running for this leaf
+        return False
+
+
+class GradientReducer:
+    """Keeps the gradients of a module's DTensor parameters `Replicate`."""
+
+    def __init__(self):
+        self._passes = {}  # graph task -> _Pass
+        self._set_aside = {}  # parameter id -> the gradient from before
+        self._hooks = collections.OrderedDict()  # parameter id -> hook handles
+
+    def attach(self, module):
+        """Watches the parameters that it does not watch yet. Cheap when there is none; called before each forward."""
+        if torch._C._current_graph_task_id() == -1:
+            self._passes.clear()  # what a backward that raised has left
+        for parameter in _own_parameters(module):
+            if parameter.requires_grad and isinstance(parameter, DTensor) and not self._watches(parameter):
+                weak = weakref.ref(parameter)  # a hook must not keep its own parameter alive
+                self._hooks[id(parameter)] = (
+                    parameter.register_hook(lambda grad, weak=weak: self._before(weak())),
+                    parameter.register_post_accumulate_grad_hook(self._after),
+                )
+
+    def detach(self):
+        """Removes every hook."""
+        for handles in self._hooks.values():
+            for handle in handles:
+                handle.remove()
+        self._hooks.clear()
+
+    def _watches(self, parameter):
+        handles = self._hooks.get(id(parameter))
+        # A new parameter may have an old one's id, and `Module.to` may swap what is behind a parameter.
+        return handles is not None and handles[0].id in (parameter._backward_hooks or {})
+
+    def _before(self, parameter):
+        if parameter.grad is not None and _will_accumulate(parameter):
+            self._set_aside[id(parameter)] = parameter.grad
+            parameter.grad = None
+
+    def _after(self, parameter):
+        grad, parameter.grad = parameter.grad, self._set_aside.pop(id(parameter), None)
+        if not isinstance(grad, DTensor) or all(isinstance(p, Replicate) for p in grad.placements):
+            _accumulate(parameter, grad)
+        elif grad.requires_grad or any(p.is_shard() for p in grad.placements):
+            _accumulate(parameter, grad.redistribute(placements=[Replicate()] * grad.device_mesh.ndim))
+        else:
+            self._pass().add(parameter, grad)
+
+    def _pass(self):
+        task = torch._C._current_graph_task_id()
+        if task not in self._passes:
+            self._passes[task] = _Pass()
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._passes.pop(task).finish())
+        return self._passes[task]
+
+
+def _own_parameters(module):
+    """The parameters of a module and its children, without those that FSDP2 manages."""
+    if isinstance(module, FSDPModule):
+        return
+    yield from (parameter for parameter in module._parameters.values() if parameter is not None)
+    for child in module._modules.values():
+        if child is not None:
+            yield from _own_parameters(child)

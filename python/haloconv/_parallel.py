@@ -1,0 +1,258 @@
+"""`parallelize`: makes a module a sharded one, in place, and `unparallelize`, which undoes it."""
+
+import hashlib
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
+
+from . import _dtensor, _rules, nn
+from ._check import as_int, on_rank
+from ._distribute import check_mesh, distribute, gather
+from ._dtensor import DTensor, Replicate
+from ._gradients import GradientReducer
+
+_MARK = "_haloconv"  # on the parallelized module: its _Parallel
+_WAS = "_haloconv_was"  # on a swapped layer: the class it had
+
+_SWAPS = {getattr(torch.nn, name): getattr(nn, name) for name in nn.__all__}
+
+
+class _Parallel:
+    """What parallelize leaves on a module, and its forward hooks."""
+
+    def __init__(self, mesh, dim, shard_inputs, gather_outputs):
+        self.mesh, self.dim = mesh, dim
+        self.shard_inputs, self.gather_outputs = shard_inputs, gather_outputs
+        self.reducer = GradientReducer()
+        self.handles = ()
+
+    def __deepcopy__(self, memo):
+        """A copied module has its own reducer, on the same mesh."""
+        copy = _Parallel(self.mesh, self.dim, self.shard_inputs, self.gather_outputs)
+        memo[id(self)] = copy
+        return copy
+
+    def install(self, module):
+        self.reducer.attach(module)
+        self.handles = (
+            module.register_forward_pre_hook(_before_forward, with_kwargs=True, prepend=True),
+            module.register_forward_hook(_after_forward),
+        )
+
+    def remove(self):
+        self.reducer.detach()
+        for handle in self.handles:
+            handle.remove()
+
+
+# The hooks are functions, so that a deep copy of a module shares them; what they need hangs on the module.
+
+
+def _before_forward(module, args, kwargs):
+    state = module.__dict__[_MARK]
+    if not torch.compiler.is_compiling():
+        state.reducer.attach(module)
+    if state.shard_inputs:
+        args, kwargs = _shard_images((args, kwargs), state)
+    return args, kwargs
+
+
+def _after_forward(module, args, output):
+    if module.__dict__[_MARK].gather_outputs:
+        return tree_map_only(DTensor, gather, output)
+    return output
+
+
+def _shard_images(inputs, state):
+    """Shards the first plain floating tensor of three or more dims, and those that match it where it is sharded."""
+    dims = state.dim if isinstance(state.dim, tuple) else (state.dim,)
+    found = []
+
+    def shard(tensor):
+        if isinstance(tensor, DTensor):
+            return tensor
+        if not found:
+            if tensor.dim() < 3 or not tensor.is_floating_point():
+                return tensor
+            found.append(tensor)
+        image = found[0]
+        if tensor.dim() != image.dim() or any(tensor.shape[dim] != image.shape[dim] for dim in dims):
+            return tensor
+        return distribute(tensor, state.mesh, state.dim)
+
+    return tree_map_only(torch.Tensor, shard, inputs)
+
+
+def _named_tensors(module):
+    """(owner's table, name in it, full name) of each parameter and buffer, shared ones as often as they appear."""
+    for prefix, owner in module.named_modules():
+        for table in (owner._parameters, owner._buffers):
+            for name, tensor in table.items():
+                if tensor is not None:
+                    yield table, name, f"{prefix}.{name}".lstrip(".")
+
+
+def _check_module(module, mesh):
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"module is a {type(module).__name__}, expected a torch.nn.Module{on_rank()}")
+    for name, child in module.named_modules():
+        if _MARK in child.__dict__:
+            raise ValueError(f"module '{name}' is parallelized already, expected one that is not{on_rank()}")
+    for table, name, full_name in _named_tensors(module):
+        tensor = table[name]
+        if isinstance(tensor, DTensor):
+            raise ValueError(f"'{full_name}' is a DTensor already, expected a plain tensor{on_rank()}")
+        if torch.nn.parameter.is_lazy(tensor):
+            raise ValueError(f"'{full_name}' is not initialised yet, expected a first forward before{on_rank()}")
+        if tensor.is_meta:
+            raise ValueError(f"'{full_name}' is on the meta device, expected initialised values{on_rank()}")
+
+
+def _check_dim(dim, mesh):
+    dims = tuple(dim) if isinstance(dim, (tuple, list)) else (dim,)
+    dims = tuple(as_int("dim", value) for value in dims)
+    if len(dims) != mesh.ndim or len(set(dims)) != len(dims):
+        raise ValueError(
+            f"dim is {dim!r}, expected {mesh.ndim} different dim(s), one for each dim of the mesh "
+            f"{tuple(mesh.shape)}{on_rank()}"
+        )
+    return dims if isinstance(dim, (tuple, list)) else dims[0]
+
+
+def _broadcast(tensor, mesh):
+    """From the mesh's first rank to all, one mesh dim after the other."""
+    for mesh_dim in range(mesh.ndim):
+        if mesh.size(mesh_dim) > 1:
+            dist.broadcast(tensor, group=mesh.get_group(mesh_dim), group_src=0)
+
+
+def _check_agreement(module, mesh):
+    """Raises on every rank when a tensor is not the same on all of them."""
+    digests = {
+        full_name: (str(table[name].dtype), tuple(table[name].shape), _digest(table[name]))
+        for table, name, full_name in _named_tensors(module)
+    }
+    seen = [digests]
+    for mesh_dim in range(mesh.ndim):
+        gathered = [None] * mesh.size(mesh_dim)
+        dist.all_gather_object(gathered, seen, group=mesh.get_group(mesh_dim))
+        seen = [digests for part in gathered for digests in part]
+    for position, other in enumerate(seen):
+        if other != seen[0]:
+            names = [name for name in {**seen[0], **other} if seen[0].get(name) != other.get(name)]
+            raise ValueError(
+                f"broadcast is False and '{names[0]}' ({len(names)} tensor(s) in all) differs between position 0 and "
+                f"{position} of the mesh, expected the same on all ranks{on_rank()}"
+            )
+
+
+def _digest(tensor):
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(data.numpy().tobytes()).hexdigest()
+
+
+def _as_replicated(tensor, mesh, broadcast):
+    """A Replicate DTensor of a parameter or buffer: a Parameter for a Parameter."""
+    with torch.no_grad():
+        local = tensor.detach()
+        if local.device.type != mesh.device_type:
+            local = local.to(mesh.device_type)
+        if broadcast:
+            dense = local.contiguous()
+            _broadcast(dense, mesh)
+            if dense is not local and dense.data_ptr() != local.data_ptr():
+                local = torch.empty_like(local).copy_(dense)  # the values, in the memory format that it had
+        placed = DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    if not isinstance(tensor, torch.nn.Parameter):
+        return placed
+    parameter = torch.nn.Parameter(placed, requires_grad=tensor.requires_grad)
+    parameter.__dict__.update(tensor.__dict__)  # marks that models and optimizers leave on parameters
+    if tensor.grad is not None:
+        grad = tensor.grad.to(placed.device)
+        parameter.grad = DTensor.from_local(grad, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return parameter
+
+
+def parallelize(module, mesh, dim=-1, *, shard_inputs=False, gather_outputs=False, broadcast=True):
+    """Makes a module work on sharded DTensors, in place.
+
+    Its parameters and buffers become ``Replicate`` DTensors on `mesh`, its convolutions the `haloconv.nn` layers of the
+    same name, and the rules are switched on (`enable_rules`). During backward the gradients are summed over the mesh, so
+    that after ``loss.backward()`` every ``param.grad`` is ``Replicate``. Plain tensors that the forward makes itself count as
+    replicated. Make the optimizer afterwards: the parameters are new objects.
+
+    Args:
+        module: any torch.nn.Module, a whole model or a part of one.
+        mesh: a DeviceMesh. With FSDP2 or DDP on another mesh dim give the spatial submesh, ``mesh["w"]``.
+        dim: which dim of an image `shard_inputs` shards; a tuple with one dim for each mesh dim.
+        shard_inputs: plain image tensors given to the module are sharded: the first floating-point tensor of three or
+            more dims, and every other one that has as many dims and the same size where it is sharded.
+        gather_outputs: the module returns plain, full tensors.
+        broadcast: the values of the mesh's first rank go to all. False: they are checked to agree.
+
+    Returns:
+        `module`.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit, or (on every rank) `broadcast` is False and the ranks' values
+            differ.
+    """
+    check_mesh(mesh)
+    dim = _check_dim(dim, mesh)
+    _check_module(module, mesh)
+    _rules.enable_rules()
+    _rules.tag_caches()
+    _dtensor.allow_implicit_replication()
+    if not broadcast:
+        _check_agreement(module, mesh)
+    placed = {}  # tied parameters stay tied
+    for table, name, _ in list(_named_tensors(module)):
+        tensor = table[name]
+        if id(tensor) not in placed:
+            placed[id(tensor)] = tensor, _as_replicated(tensor, mesh, broadcast)
+        table[name] = placed[id(tensor)][1]
+    for child in module.modules():
+        if type(child) in _SWAPS:
+            child.__dict__[_WAS] = type(child)
+            child.__class__ = _SWAPS[type(child)]
+    state = _Parallel(mesh, dim, shard_inputs, gather_outputs)
+    module.__dict__[_MARK] = state
+    state.install(module)
+    return module
+
+
+def unparallelize(module):
+    """Undoes `parallelize`, in place: plain parameters and buffers with their present values, torch's classes, no hooks.
+
+    The rules stay on; `disable_rules` switches them off.
+
+    Returns:
+        `module`.
+
+    Raises:
+        ValueError: the module is not a parallelized one.
+    """
+    if not isinstance(module, torch.nn.Module) or _MARK not in module.__dict__:
+        raise ValueError(f"module is {type(module).__name__}, expected one that was parallelized{on_rank()}")
+    module.__dict__.pop(_MARK).remove()
+    placed = {}
+    for table, name, _ in list(_named_tensors(module)):
+        tensor = table[name]
+        if isinstance(tensor, DTensor) and id(tensor) not in placed:
+            placed[id(tensor)] = tensor, _as_plain(tensor)
+        table[name] = placed.get(id(tensor), (None, tensor))[1]
+    for child in module.modules():
+        if _WAS in child.__dict__:
+            child.__class__ = child.__dict__.pop(_WAS)
+    return module
+
+
+def _as_plain(tensor):
+    plain = tensor.detach().full_tensor()
+    if not isinstance(tensor, torch.nn.Parameter):
+        return plain
+    parameter = torch.nn.Parameter(plain, requires_grad=tensor.requires_grad)
+    if isinstance(tensor.grad, DTensor):
+        parameter.grad = tensor.grad.full_tensor()
+    return parameter

@@ -1,0 +1,224 @@
+"""DTensor rules: ``F.conv2d(dtensor, ...)`` and its kin become right for any spatial sharding.
+
+A rule is a handler (see _dtensor.py) below autograd. It takes the cases that torch gets wrong, which are those with a
+sharded spatial dim and those with sharded channels in a grouped convolution; everything else goes to the handler that
+torch had.
+
+Backward rules stay installed once they have been switched on: a backward that runs after `disable_rules` would
+otherwise fall to torch's wrong one.
+"""
+
+import contextlib
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+from . import _convolution, _dtensor
+from ._dtensor import DTensor, Shard
+from ._version import __version__
+
+aten = torch.ops.aten
+
+
+def _as_tuple(value, n):
+    """ATen accepts one number for all spatial dims."""
+    value = (value,) if isinstance(value, int) else tuple(value)
+    return value * n if len(value) == 1 else value
+
+
+def _pairs(padding):
+    return tuple(side for value in padding for side in (value, value))
+
+
+def _same_padding(weight_shape, dilation):
+    """padding='same': the odd one out goes to the right, as in torch."""
+    padding = []
+    for kernel, step in zip(weight_shape[2:], dilation):
+        total = step * (kernel - 1)
+        padding += [total // 2, total - total // 2]
+    return tuple(padding)
+
+
+def _window(weight, stride, padding, dilation, transposed, output_padding, groups):
+    n = weight.dim() - 2
+    stride, dilation = _as_tuple(stride, n), _as_tuple(dilation, n)
+    if padding == "same":
+        if any(step != 1 for step in stride):
+            raise ValueError(f"stride is {stride}, expected 1 with padding='same'")
+        padding = _same_padding(weight.shape, dilation)
+    elif padding == "valid":
+        padding = (0,) * (2 * n)
+    else:
+        padding = _pairs(_as_tuple(padding, n))
+    return _convolution.Window(
+        stride, padding, dilation, transposed, _as_tuple(output_padding, n), groups, (False,) * n
+    )
+
+
+def _is_ours(x, weight, groups):
+    """Whether torch's own handler would be wrong, or has no answer."""
+    for tensor, first_spatial in ((x, 2), (weight, 2)):
+        for placement in tensor.placements if isinstance(tensor, DTensor) else ():
+            if not placement.is_shard():
+                continue
+            if not _dtensor.is_exactly_shard(placement):
+                return True
+            if placement.dim % tensor.dim() >= first_spatial or (groups > 1 and (tensor is weight or placement.dim == 1)):
+                return True
+    return False
+
+
+def _mesh_of(*tensors):
+    return next(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
+
+
+def _convolution_rule(op, args, kwargs):
+    x, weight, bias, stride, padding, dilation, transposed, output_padding, groups = args
+    if not _is_ours(x, weight, groups):
+        return _originals[op](op, args, kwargs)
+    window = _window(weight, stride, padding, dilation, transposed, output_padding, groups)
+    mesh = _mesh_of(x, weight)
+    x, weight = _convolution.replicated(x, mesh), _convolution.replicated(weight, mesh)
+    bias = None if bias is None else _convolution.replicated(bias, mesh)
+    return _convolution.forward(x, weight, bias, window)
+
+
+def _convolution_backward_rule(op, args, kwargs):
+    grad_output, x, weight, _, stride, padding, dilation, transposed, output_padding, groups, mask = args
+    if not _is_ours(x, weight, groups):
+        return _originals[op](op, args, kwargs)
+    window = _window(weight, stride, padding, dilation, transposed, output_padding, groups)
+    mesh = _mesh_of(x, weight)
+    tensors = (_convolution.replicated(tensor, mesh) for tensor in (grad_output, x, weight))
+    return _convolution.backward(*tensors, window, *mask)
+
+
+def _composite_rule(transposed):
+    """Under inference_mode the composite ops arrive undecomposed."""
+
+    def rule(op, args, kwargs):
+        bound = dict(zip((argument.name for argument in op._schema.arguments), args), **kwargs)
+        x, weight, groups = bound["input"], bound["weight"], bound.get("groups", 1)
+        n = weight.dim() - 2
+        if x.dim() == n + 1:  # without a batch dim
+            bound["input"] = x.unsqueeze(0)
+            return op(**bound).squeeze(0)
+        if not _is_ours(x, weight, groups):
+            return op.decompose(*args, **kwargs)
+        window = _window(
+            weight,
+            bound.get("stride", 1),
+            bound.get("padding", 0),
+            bound.get("dilation", 1),
+            transposed,
+            bound.get("output_padding", 0),
+            groups,
+        )
+        mesh, bias = _mesh_of(x, weight), bound.get("bias")
+        x, weight = _convolution.replicated(x, mesh), _convolution.replicated(weight, mesh)
+        bias = None if bias is None else _convolution.replicated(bias, mesh)
+        return _convolution.forward(x, weight, bias, window)
+
+    return rule
+
+
+_FORWARD_RULES = {
+    aten.convolution.default: _convolution_rule,
+    **{
+        overload: _composite_rule(transposed=False)
+        for packet in (aten.conv1d, aten.conv2d, aten.conv3d)
+        for overload in (packet.default, packet.padding)
+    },
+    **{
+        overload: _composite_rule(transposed=True)
+        for overload in (aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input)
+    },
+}
+_BACKWARD_RULES = {aten.convolution_backward.default: _convolution_backward_rule}
+
+_originals = {}  # what torch had, for the ops whose handler was replaced at least once
+_state = {"enabled": False, "frames": None, "tag": None}
+
+
+def _install(rules):
+    table = _dtensor.handlers()
+    for op, rule in rules.items():
+        if table.get(op) is not rule:
+            _originals[op] = table.get(op)
+            table[op] = rule
+
+
+def _remove(rules):
+    table = _dtensor.handlers()
+    for op in rules:
+        if _originals.get(op) is None:
+            table.pop(op, None)
+        else:
+            table[op] = _originals[op]
+
+
+def _compiled_frames():
+    """How often dynamo has compiled so far, None where it was never used."""
+    if "torch._dynamo" not in sys.modules:
+        return None
+    return sys.modules["torch._dynamo"].utils.counters["frames"]["total"]
+
+
+def tag_caches():
+    """Keeps torch.compile's on-disk caches apart: they key neither the rank nor what the rules are."""
+    rank = dist.get_rank() if dist.is_initialized() else os.environ.get("RANK", "0")
+    tag = f"haloconv {__version__} rules={_state['enabled']} rank={rank}"
+    config = torch.compiler.config
+    before = config.cache_key_tag or ""
+    if _state["tag"] and _state["tag"] in before:
+        config.cache_key_tag = before.replace(_state["tag"], tag)
+    else:
+        config.cache_key_tag = f"{before} {tag}".strip()
+    _state["tag"] = tag
+
+
+def enable_rules():
+    """Switches the rules on, for every DTensor program of this process. Idempotent.
+
+    Raises:
+        RuntimeError: this torch's DTensor is not one that haloconv knows.
+    """
+    if _state["enabled"]:
+        return
+    _dtensor.probe()
+    _install(_FORWARD_RULES)
+    _install(_BACKWARD_RULES)
+    frames = _compiled_frames()
+    if frames is not None and frames != _state["frames"]:
+        torch._dynamo.reset()  # what was compiled without the rules would go on without them
+    _state["enabled"] = True
+    tag_caches()
+
+
+def disable_rules():
+    """Switches the forward rules off again; torch's own, wrong ones are back. Backward rules stay. Idempotent."""
+    if not _state["enabled"]:
+        return
+    _remove(_FORWARD_RULES)
+    _state["enabled"] = False
+    _state["frames"] = _compiled_frames()
+    tag_caches()
+
+
+def rules_enabled():
+    """Whether the rules are on."""
+    return _state["enabled"]
+
+
+@contextlib.contextmanager
+def rules():
+    """The rules, for the duration of a with block; then whatever was before."""
+    before = _state["enabled"]
+    enable_rules()
+    try:
+        yield
+    finally:
+        if not before:
+            disable_rules()

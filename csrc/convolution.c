@@ -9,10 +9,10 @@
 typedef struct dimension {
   bool planned;
   hc_window window;
-  hc_axis in, out;          /* the input's and the output's place on the group */
+  hc_axis in, out;             /* the input's and the output's place on the group */
   hc_interval in_own, out_own; /* this rank's shards of them */
-  hc_interval *extents;     /* owned: one per rank, for the exchange at hand */
-  hc_fit fit;               /* of this rank, where the exchange at hand uses a fit */
+  hc_interval *extents;        /* owned: one per rank, for the exchange at hand */
+  hc_fit fit;                  /* of this rank, where the exchange at hand uses a fit */
 } dimension;
 
 typedef struct layout {
@@ -36,27 +36,31 @@ static hc_code check_tensors(const hc_convolution *conv, const layout *plan, Ate
   const int64_t groups = conv->params.groups, channels = input->ndim > 1 ? input->sizes[1] : 0;
   if (input->ndim != plan->nspatial + 2 || weight->ndim != input->ndim) {
     return hc_fail(status, HC_ERROR_ARGUMENT,
-                   "input has %" PRId64 " and weight %" PRId64 " dimensions, expected %" PRId64 " each", input->ndim,
-                   weight->ndim, plan->nspatial + 2);
+                   "input has %" PRId64 " and weight %" PRId64 " dimensions, expected %" PRId64 " each",
+                   input->ndim, weight->ndim, plan->nspatial + 2);
   }
   if (weight->dtype != input->dtype || weight->device_type != input->device_type) {
-    return hc_fail(status, HC_ERROR_ARGUMENT, "weight has another dtype or device than input, expected the same");
+    return hc_fail(status, HC_ERROR_ARGUMENT,
+                   "weight has another dtype or device than input, expected the same");
   }
   if (groups < 1 || channels % groups != 0 || weight->sizes[0] % groups != 0) {
     return hc_fail(status, HC_ERROR_ARGUMENT,
-                   "groups is %" PRId64 ", expected a divisor of the %" PRId64 " input channels and of weight's %" PRId64,
+                   "groups is %" PRId64 ", expected a divisor of the %" PRId64
+                   " input channels and of weight's %" PRId64,
                    groups, channels, weight->sizes[0]);
   }
   const int64_t expected = conv->params.transposed ? weight->sizes[0] : weight->sizes[1] * groups;
   if (channels != expected) {
-    return hc_fail(status, HC_ERROR_ARGUMENT, "input has %" PRId64 " channels, expected %" PRId64 " (weight and groups)",
-                   channels, expected);
+    return hc_fail(status, HC_ERROR_ARGUMENT,
+                   "input has %" PRId64 " channels, expected %" PRId64 " (weight and groups)", channels,
+                   expected);
   }
   if (bias != NULL) {
     hc_shape shape;
     HC_TRY(hc_tensor_shape(bias, &shape, status));
     if (shape.ndim != 1 || shape.sizes[0] != plan->out.sizes[1] || shape.dtype != input->dtype) {
-      return hc_fail(status, HC_ERROR_ARGUMENT, "bias does not fit, expected shape (%" PRId64 ",) and input's dtype",
+      return hc_fail(status, HC_ERROR_ARGUMENT,
+                     "bias does not fit, expected shape (%" PRId64 ",) and input's dtype",
                      plan->out.sizes[1]);
     }
   }
@@ -86,7 +90,8 @@ static hc_code work_out_dimension(const hc_convolution *conv, layout *plan, int6
   };
   HC_TRY(hc_window_check(&window, axis.size, axis.world, status));
   if (axis.rank < 0 || axis.rank >= axis.world) {
-    return hc_fail(status, HC_ERROR_ARGUMENT, "rank is %" PRId64 ", expected 0 to %" PRId64, axis.rank, axis.world - 1);
+    return hc_fail(status, HC_ERROR_ARGUMENT, "rank is %" PRId64 ", expected 0 to %" PRId64, axis.rank,
+                   axis.world - 1);
   }
   dim->window = window;
   dim->planned = axis.world > 1 || window.periodic || window.pad_lo != window.pad_hi || window.pad_lo < 0;
@@ -98,8 +103,8 @@ static hc_code work_out_dimension(const hc_convolution *conv, layout *plan, int6
   dim->out_own = hc_shard(dim->out.size, axis.world, axis.rank);
   if (plan->input.sizes[2 + d] != hc_length(dim->in_own)) {
     return hc_fail(status, HC_ERROR_ARGUMENT,
-                   "the local input has size %" PRId64 " in dim %" PRId64 ", expected %" PRId64 ": the shard of rank %" PRId64
-                   " of %" PRId64 " for a global size of %" PRId64,
+                   "the local input has size %" PRId64 " in dim %" PRId64 ", expected %" PRId64
+                   ": the shard of rank %" PRId64 " of %" PRId64 " for a global size of %" PRId64,
                    plan->input.sizes[2 + d], 2 + d, hc_length(dim->in_own), axis.rank, axis.world, axis.size);
   }
   plan->out.sizes[2 + d] = hc_length(dim->out_own);
@@ -120,7 +125,8 @@ static hc_code work_out(const hc_convolution *conv, AtenTensorHandle input, Aten
   HC_TRY(hc_tensor_shape(input, &plan->input, status));
   HC_TRY(hc_tensor_shape(weight, &plan->weight, status));
   plan->out = plan->input;
-  plan->out.sizes[1] = conv->params.transposed ? plan->weight.sizes[1] * conv->params.groups : plan->weight.sizes[0];
+  plan->out.sizes[1] =
+      conv->params.transposed ? plan->weight.sizes[1] * conv->params.groups : plan->weight.sizes[0];
   HC_TRY(check_tensors(conv, plan, bias, status));
   for (int64_t d = 0; d < plan->nspatial; ++d) {
     HC_TRY(work_out_dimension(conv, plan, d, status));
@@ -153,8 +159,8 @@ static void use_fits(dimension *dim, int64_t big_size) {
 }
 
 /* Exchanges one dimension after the other; the local convolution's paddings come out in `params`. */
-static hc_code assemble(layout *plan, AtenTensorHandle tensor, bool of_input, hc_conv_params *params, const char *op,
-                        AtenTensorHandle *out, hc_status *status) {
+static hc_code assemble(layout *plan, AtenTensorHandle tensor, bool of_input, hc_conv_params *params,
+                        const char *op, AtenTensorHandle *out, hc_status *status) {
   AtenTensorHandle current = NULL, next = NULL;
   HC_TRY(hc_tensor_share(tensor, &current, status));
   for (int64_t d = 0; d < plan->nspatial; ++d) {
@@ -165,8 +171,8 @@ static hc_code assemble(layout *plan, AtenTensorHandle tensor, bool of_input, hc
     }
     params->padding[d] = dim->fit.padding;
     params->output_padding[d] = params->transposed ? dim->fit.output_padding : 0;
-    HC_TRY(hc_halo_exchange(current, of_input ? &dim->in : &dim->out, dim->extents, dim->fit.lead, 0.0, op, &next,
-                            status));
+    HC_TRY(hc_halo_exchange(current, of_input ? &dim->in : &dim->out, dim->extents, dim->fit.lead, 0.0, op,
+                            &next, status));
     hc_tensor_free(&current);
     current = next;
     next = NULL;
@@ -211,14 +217,15 @@ static hc_code crop(const layout *plan, AtenTensorHandle tensor, const hc_shape 
       offset += fit->crop_lo * part.strides[2 + d];
     }
   }
-  HC_TRY_TORCH(status, aoti_torch__reinterpret_tensor(tensor, part.ndim, part.sizes, part.strides, offset, out));
+  HC_TRY_TORCH(status,
+               aoti_torch__reinterpret_tensor(tensor, part.ndim, part.sizes, part.strides, offset, out));
 done:
   return status->code;
 }
 
 /* A tensor of `shape` that is 0 (or the bias) except for `inner`, which may be NULL, in the uncropped part. */
-static hc_code surround(const layout *plan, const hc_shape *shape, AtenTensorHandle bias, AtenTensorHandle inner,
-                        AtenTensorHandle *out, hc_status *status) {
+static hc_code surround(const layout *plan, const hc_shape *shape, AtenTensorHandle bias,
+                        AtenTensorHandle inner, AtenTensorHandle *out, hc_status *status) {
   AtenTensorHandle whole = NULL, part = NULL, spread = NULL;
   HC_TRY(hc_tensor_zeros(shape, &whole, status));
   if (bias != NULL) {
@@ -226,7 +233,8 @@ static hc_code surround(const layout *plan, const hc_shape *shape, AtenTensorHan
     HC_TRY(hc_tensor_shape(bias, &bias_shape, status));
     int64_t strides[HC_MAX_DIM] = {0};
     strides[1] = bias_shape.strides[0];
-    HC_TRY_TORCH(status, aoti_torch__reinterpret_tensor(bias, shape->ndim, shape->sizes, strides, 0, &spread));
+    HC_TRY_TORCH(status,
+                 aoti_torch__reinterpret_tensor(bias, shape->ndim, shape->sizes, strides, 0, &spread));
     HC_TRY_TORCH(status, aoti_torch_copy_(whole, spread, 1));
   }
   if (inner != NULL) {
@@ -352,8 +360,8 @@ static hc_code backward_from_input_halo(layout *plan, hc_conv_params *params, At
   hc_shape shape;
   HC_TRY(hc_tensor_shape(extended, &shape, status));
   if (hc_shape_numel(&plan->out) > 0 && hc_shape_numel(&shape) > 0) {
-    HC_TRY(hc_tensor_convolution_backward(grad_output, extended, weight, params, need_input, need_weight, &current,
-                                          &grads->weight, status));
+    HC_TRY(hc_tensor_convolution_backward(grad_output, extended, weight, params, need_input, need_weight,
+                                          &current, &grads->weight, status));
   } else if (need_input) {
     HC_TRY(hc_tensor_zeros(&shape, &current, status));
   }
@@ -384,9 +392,10 @@ static hc_code complete(AtenTensorHandle *grad, const hc_shape *like, hc_status 
   return hc_tensor_zeros(&dense, grad, status);
 }
 
-hc_code hc_convolution_backward(const hc_convolution *conv, AtenTensorHandle grad_output, AtenTensorHandle input,
-                                AtenTensorHandle weight, bool need_input, bool need_weight, bool need_bias,
-                                hc_convolution_grads *grads, hc_status *status) {
+hc_code hc_convolution_backward(const hc_convolution *conv, AtenTensorHandle grad_output,
+                                AtenTensorHandle input, AtenTensorHandle weight, bool need_input,
+                                bool need_weight, bool need_bias, hc_convolution_grads *grads,
+                                hc_status *status) {
   hc_conv_params params = conv->params;
   layout plan;
   bool periodic = false;
@@ -397,8 +406,8 @@ hc_code hc_convolution_backward(const hc_convolution *conv, AtenTensorHandle gra
     periodic = periodic || plan.dims[d].window.periodic;
   }
   if (need_input || need_weight) {
-    HC_TRY((periodic ? backward_from_input_halo : backward_from_grad_halo)(&plan, &params, grad_output, input, weight,
-                                                                           need_input, need_weight, &found, status));
+    HC_TRY((periodic ? backward_from_input_halo : backward_from_grad_halo)(
+        &plan, &params, grad_output, input, weight, need_input, need_weight, &found, status));
   }
   if (need_input) {
     HC_TRY(complete(&found.input, &plan.input, status));

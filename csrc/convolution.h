@@ -42,8 +42,9 @@ typedef struct hc_convolution_grads {
 } hc_convolution_grads;
 
 /* What isn't needed isn't computed and stays NULL. The needs must be the same on every rank. */
-hc_code hc_convolution_backward(const hc_convolution *conv, AtenTensorHandle grad_output, AtenTensorHandle input,
-                                AtenTensorHandle weight, bool need_input, bool need_weight, bool need_bias,
-                                hc_convolution_grads *grads, hc_status *status);
+hc_code hc_convolution_backward(const hc_convolution *conv, AtenTensorHandle grad_output,
+                                AtenTensorHandle input, AtenTensorHandle weight, bool need_input,
+                                bool need_weight, bool need_bias, hc_convolution_grads *grads,
+                                hc_status *status);
 
 #endif

@@ -45,9 +45,9 @@ typedef enum hc_move { HC_PACK, HC_UNPACK, HC_UNPACK_ADD } hc_move;
 
 /* Moves the pieces between their places in `tensor` and the message buffers. A piece lies at its offset in the
  * extent plus `origin` when `by_offset`, else at its source coordinate minus `origin`. */
-static hc_code move(AtenTensorHandle tensor, const hc_shape *shape, int64_t dim, const hc_piece *pieces, int64_t count,
-                    bool by_offset, int64_t origin, const hc_messages *messages, hc_move direction,
-                    hc_status *status) {
+static hc_code move(AtenTensorHandle tensor, const hc_shape *shape, int64_t dim, const hc_piece *pieces,
+                    int64_t count, bool by_offset, int64_t origin, const hc_messages *messages,
+                    hc_move direction, hc_status *status) {
   AtenTensorHandle wire = NULL, place = NULL;
   const int64_t header = hc_transport_header_bytes(shape);
   int64_t message = -1, offset_bytes = 0;
@@ -82,29 +82,32 @@ done:
   return status->code;
 }
 
-static hc_code check_length(const hc_shape *shape, const hc_axis *axis, hc_interval expected, const char *what,
-                            hc_status *status) {
+static hc_code check_length(const hc_shape *shape, const hc_axis *axis, hc_interval expected,
+                            const char *what, hc_status *status) {
   if (axis->dim < 0 || axis->dim >= shape->ndim) {
-    return hc_fail(status, HC_ERROR_ARGUMENT, "dim is %" PRId64 ", expected one of a tensor of %" PRId64 " dimensions",
-                   axis->dim, shape->ndim);
+    return hc_fail(status, HC_ERROR_ARGUMENT,
+                   "dim is %" PRId64 ", expected one of a tensor of %" PRId64 " dimensions", axis->dim,
+                   shape->ndim);
   }
   if (shape->sizes[axis->dim] != hc_length(expected)) {
     return hc_fail(status, HC_ERROR_ARGUMENT,
                    "the local tensor has size %" PRId64 " in dim %" PRId64 ", expected %" PRId64
                    ": the %s of rank %" PRId64 " of %" PRId64 " for a global size of %" PRId64,
-                   shape->sizes[axis->dim], axis->dim, hc_length(expected), what, axis->rank, axis->world, axis->size);
+                   shape->sizes[axis->dim], axis->dim, hc_length(expected), what, axis->rank, axis->world,
+                   axis->size);
   }
   return HC_OK;
 }
 
 /* ---- exchange ---- */
 
-hc_code hc_exchange_begin(AtenTensorHandle local, const hc_axis *axis, const hc_interval *extents, const char *op,
-                          hc_exchange *exchange, hc_status *status) {
+hc_code hc_exchange_begin(AtenTensorHandle local, const hc_axis *axis, const hc_interval *extents,
+                          const char *op, hc_exchange *exchange, hc_status *status) {
   memset(exchange, 0, sizeof *exchange);
   exchange->axis = *axis;
   HC_TRY(hc_tensor_shape(local, &exchange->shape, status));
-  HC_TRY(check_length(&exchange->shape, axis, hc_shard(axis->size, axis->world, axis->rank), "shard", status));
+  HC_TRY(
+      check_length(&exchange->shape, axis, hc_shard(axis->size, axis->world, axis->rank), "shard", status));
   hc_route *route = &exchange->route;
   HC_TRY(hc_route_build(axis->size, axis->world, axis->rank, extents, axis->periodic, route, status));
   if (!route->silent) {
@@ -112,15 +115,16 @@ hc_code hc_exchange_begin(AtenTensorHandle local, const hc_axis *axis, const hc_
     HC_TRY(allocate(&exchange->shape, axis->dim, route->recvs, route->nrecvs, &exchange->recvs, status));
     HC_TRY(move(local, &exchange->shape, axis->dim, route->sends, route->nsends, false, route->owned.begin,
                 &exchange->sends, HC_PACK, status));
-    HC_TRY(hc_transport_post(axis->group, &exchange->sends, &exchange->recvs, op, &exchange->request, status));
+    HC_TRY(
+        hc_transport_post(axis->group, &exchange->sends, &exchange->recvs, op, &exchange->request, status));
   }
 done:
   return status->code;
 }
 
 /* Sets the columns that nobody sends: [0, lead) to zero, and what the extent has outside the tensor to `fill`. */
-static hc_code fill_outside(const hc_exchange *exchange, AtenTensorHandle buffer, const hc_shape *shape, int64_t lead,
-                            double fill, hc_status *status) {
+static hc_code fill_outside(const hc_exchange *exchange, AtenTensorHandle buffer, const hc_shape *shape,
+                            int64_t lead, double fill, hc_status *status) {
   AtenTensorHandle part = NULL;
   const int64_t dim = exchange->axis.dim, length = hc_length(exchange->route.extent);
   const hc_interval extent = exchange->route.extent;
@@ -149,7 +153,8 @@ hc_code hc_exchange_finish(hc_exchange *exchange, AtenTensorHandle local, int64_
   AtenTensorHandle buffer = NULL, kept = NULL;
   const hc_route *route = &exchange->route;
   const int64_t dim = exchange->axis.dim;
-  const bool own_shard = lead == 0 && route->extent.begin == route->owned.begin && route->extent.end == route->owned.end;
+  const bool own_shard =
+      lead == 0 && route->extent.begin == route->owned.begin && route->extent.end == route->owned.end;
   HC_TRY(hc_transport_wait(&exchange->request, status));
   if (own_shard) {
     return hc_tensor_share(local, out, status);
@@ -162,11 +167,13 @@ hc_code hc_exchange_finish(hc_exchange *exchange, AtenTensorHandle local, int64_
   for (int64_t i = 0; i < route->nkeeps; ++i) {
     const hc_piece *keep = &route->keeps[i];
     const int64_t length = keep->end - keep->begin;
-    HC_TRY(hc_tensor_narrow(local, &exchange->shape, dim, keep->begin - route->owned.begin, length, &kept, status));
+    HC_TRY(hc_tensor_narrow(local, &exchange->shape, dim, keep->begin - route->owned.begin, length, &kept,
+                            status));
     HC_TRY(hc_tensor_copy_at(buffer, &extended, dim, lead + keep->offset, length, kept, status));
     hc_tensor_free(&kept);
   }
-  HC_TRY(move(buffer, &extended, dim, route->recvs, route->nrecvs, true, lead, &exchange->recvs, HC_UNPACK, status));
+  HC_TRY(move(buffer, &extended, dim, route->recvs, route->nrecvs, true, lead, &exchange->recvs, HC_UNPACK,
+              status));
   *out = buffer;
   buffer = NULL;
 done:
@@ -183,8 +190,9 @@ void hc_exchange_drop(hc_exchange *exchange) {
   hc_route_free(&exchange->route);
 }
 
-hc_code hc_halo_exchange(AtenTensorHandle local, const hc_axis *axis, const hc_interval *extents, int64_t lead,
-                         double fill, const char *op, AtenTensorHandle *out, hc_status *status) {
+hc_code hc_halo_exchange(AtenTensorHandle local, const hc_axis *axis, const hc_interval *extents,
+                         int64_t lead, double fill, const char *op, AtenTensorHandle *out,
+                         hc_status *status) {
   hc_exchange exchange;
   memset(&exchange, 0, sizeof exchange);
   HC_TRY(hc_exchange_begin(local, axis, extents, op, &exchange, status));
@@ -209,8 +217,8 @@ hc_code hc_halo_reduce(AtenTensorHandle grad, const hc_axis *axis, const hc_inte
   if (!route->silent) {
     HC_TRY(allocate(&exchange.shape, axis->dim, route->recvs, route->nrecvs, &exchange.sends, status));
     HC_TRY(allocate(&exchange.shape, axis->dim, route->sends, route->nsends, &exchange.recvs, status));
-    HC_TRY(move(grad, &exchange.shape, axis->dim, route->recvs, route->nrecvs, true, 0, &exchange.sends, HC_PACK,
-                status));
+    HC_TRY(move(grad, &exchange.shape, axis->dim, route->recvs, route->nrecvs, true, 0, &exchange.sends,
+                HC_PACK, status));
     HC_TRY(hc_transport_post(axis->group, &exchange.sends, &exchange.recvs, op, &exchange.request, status));
   }
   hc_shape shard = exchange.shape;

@@ -33,8 +33,8 @@ typedef struct hc_exchange {
 } hc_exchange;
 
 /* `local` must be the rank's shard of axis->size. extents: one per rank. */
-hc_code hc_exchange_begin(AtenTensorHandle local, const hc_axis *axis, const hc_interval *extents, const char *op,
-                          hc_exchange *exchange, hc_status *status);
+hc_code hc_exchange_begin(AtenTensorHandle local, const hc_axis *axis, const hc_interval *extents,
+                          const char *op, hc_exchange *exchange, hc_status *status);
 /* The buffer: `lead` zero columns, then the extent. When that is just the own shard, the shard itself. */
 hc_code hc_exchange_finish(hc_exchange *exchange, AtenTensorHandle local, int64_t lead, double fill,
                            AtenTensorHandle *out, hc_status *status);
@@ -42,8 +42,8 @@ hc_code hc_exchange_finish(hc_exchange *exchange, AtenTensorHandle local, int64_
 void hc_exchange_drop(hc_exchange *exchange);
 
 /* begin and finish in one. */
-hc_code hc_halo_exchange(AtenTensorHandle local, const hc_axis *axis, const hc_interval *extents, int64_t lead,
-                         double fill, const char *op, AtenTensorHandle *out, hc_status *status);
+hc_code hc_halo_exchange(AtenTensorHandle local, const hc_axis *axis, const hc_interval *extents,
+                         int64_t lead, double fill, const char *op, AtenTensorHandle *out, hc_status *status);
 /* `grad` covers extents[axis->rank]. */
 hc_code hc_halo_reduce(AtenTensorHandle grad, const hc_axis *axis, const hc_interval *extents, const char *op,
                        AtenTensorHandle *out, hc_status *status);

@@ -17,11 +17,12 @@
  *   dims      the sharded ones; sizes (global), ranks, worlds: one entry for each of them
  *   groups    of the convolution; group, group_names: of ranks, names joined with commas
  */
-#define CONVOLUTION_ARGUMENTS                                                                                        \
-  "int[] stride, int[] padding, int[] dilation, bool transposed, int[] output_padding, int groups, int[] periodic, " \
+#define CONVOLUTION_ARGUMENTS                                                                              \
+  "int[] stride, int[] padding, int[] dilation, bool transposed, int[] output_padding, int groups, int[] " \
+  "periodic, "                                                                                             \
   "int[] dims, SymInt[] sizes, int[] ranks, int[] worlds, str group_names"
 #define WINDOW_ARGUMENTS "int dim, SymInt size, int[] window, bool transposed, bool periodic"
-#define PLACE_ARGUMENTS "int rank, int world, str group"
+#define PLACE_ARGUMENTS  "int rank, int world, str group"
 
 static const char *const SCHEMAS[] = {
     "halo_exchange(Tensor input, " WINDOW_ARGUMENTS ", float fill, " PLACE_ARGUMENTS ") -> Tensor",
@@ -80,7 +81,8 @@ static hc_code read_halo_call(const StableIValue *rest, const StableIValue *plac
   }
   call->extents = malloc((size_t)call->axis.world * sizeof *call->extents);
   if (call->extents == NULL) {
-    return hc_fail(status, HC_ERROR_MEMORY, "out of memory for the plan of %" PRId64 " ranks", call->axis.world);
+    return hc_fail(status, HC_ERROR_MEMORY, "out of memory for the plan of %" PRId64 " ranks",
+                   call->axis.world);
   }
   hc_window_extents(&window, call->axis.size, call->axis.world, call->extents);
 done:
@@ -92,7 +94,8 @@ static void finish_halo_call(StableIValue *stack, int group_index, halo_call *ca
                              const char *name, const hc_status *status) {
   char where[64] = "";
   if (status->code != HC_OK && call->axis.world > 1) {
-    (void)snprintf(where, sizeof where, " on rank %" PRId64 " of %" PRId64, call->axis.rank, call->axis.world);
+    (void)snprintf(where, sizeof where, " on rank %" PRId64 " of %" PRId64, call->axis.rank,
+                   call->axis.world);
     hc_transport_report(call->axis.group, status->message);
   }
   if (status->code != HC_OK) {
@@ -112,8 +115,8 @@ static void halo_exchange_kernel(StableIValue *stack, uint64_t nargs, uint64_t n
   AtenTensorHandle out = NULL;
   (void)nargs, (void)nouts;
   HC_TRY(read_halo_call(&stack[1], &stack[7], &call, &status));
-  HC_TRY(hc_halo_exchange(hc_stable_to_tensor(stack[0]), &call.axis, call.extents, 0, hc_stable_to_double(stack[6]),
-                          "halo_exchange", &out, &status));
+  HC_TRY(hc_halo_exchange(hc_stable_to_tensor(stack[0]), &call.axis, call.extents, 0,
+                          hc_stable_to_double(stack[6]), "halo_exchange", &out, &status));
   HC_TRY(hc_tensor_unalias(&out, hc_stable_to_tensor(stack[0]), &status));
 done:
   finish_halo_call(stack, 9, &call, out, "halo_exchange", &status);
@@ -125,7 +128,8 @@ static void halo_reduce_kernel(StableIValue *stack, uint64_t nargs, uint64_t nou
   AtenTensorHandle out = NULL;
   (void)nargs, (void)nouts;
   HC_TRY(read_halo_call(&stack[1], &stack[6], &call, &status));
-  HC_TRY(hc_halo_reduce(hc_stable_to_tensor(stack[0]), &call.axis, call.extents, "halo_reduce", &out, &status));
+  HC_TRY(
+      hc_halo_reduce(hc_stable_to_tensor(stack[0]), &call.axis, call.extents, "halo_reduce", &out, &status));
 done:
   finish_halo_call(stack, 8, &call, out, "halo_reduce", &status);
 }
@@ -141,17 +145,20 @@ typedef struct convolution_call {
 } convolution_call;
 
 /* Reads an int[] that must have `expected` entries. */
-static hc_code read_ints(StableIValue list, const char *what, int64_t expected, int64_t *items, hc_status *status) {
+static hc_code read_ints(StableIValue list, const char *what, int64_t expected, int64_t *items,
+                         hc_status *status) {
   int64_t count = 0;
   HC_TRY(hc_stable_to_ints(list, what, expected, items, &count, status));
   if (count != expected) {
-    return hc_fail(status, HC_ERROR_ARGUMENT, "%s has %" PRId64 " entries, expected %" PRId64, what, count, expected);
+    return hc_fail(status, HC_ERROR_ARGUMENT, "%s has %" PRId64 " entries, expected %" PRId64, what, count,
+                   expected);
   }
 done:
   return status->code;
 }
 
-static hc_code read_groups(StableIValue joined, convolution_call *call, const char **groups, hc_status *status) {
+static hc_code read_groups(StableIValue joined, convolution_call *call, const char **groups,
+                           hc_status *status) {
   const char *text = NULL;
   HC_TRY(hc_stable_to_string(joined, &text, status));
   call->names = malloc(strlen(text) + 1);
@@ -162,7 +169,8 @@ static hc_code read_groups(StableIValue joined, convolution_call *call, const ch
   char *rest = call->names;
   for (int64_t i = 0; i < call->nsharded; ++i) {
     if (rest == NULL) {
-      return hc_fail(status, HC_ERROR_ARGUMENT, "group_names is '%s', expected %" PRId64 " names", text, call->nsharded);
+      return hc_fail(status, HC_ERROR_ARGUMENT, "group_names is '%s', expected %" PRId64 " names", text,
+                     call->nsharded);
     }
     groups[i] = rest;
     rest = strchr(rest, ',');
@@ -201,7 +209,8 @@ static hc_code read_convolution_call(const StableIValue *rest, convolution_call 
   for (int64_t i = 0; i < call->nsharded; ++i) {
     const int64_t d = call->dims[i] - 2;
     if (d < 0 || d >= n) {
-      return hc_fail(status, HC_ERROR_ARGUMENT, "dims has %" PRId64 ", expected 2 to %" PRId64, call->dims[i], n + 1);
+      return hc_fail(status, HC_ERROR_ARGUMENT, "dims has %" PRId64 ", expected 2 to %" PRId64, call->dims[i],
+                     n + 1);
     }
     conv->size[d] = sizes[i];
     conv->rank[d] = ranks[i];
@@ -213,7 +222,8 @@ done:
 }
 
 /* Reports a failure to every group of the call and says where it happened. */
-static void report_convolution_call(const convolution_call *call, const hc_status *status, char *where, size_t room) {
+static void report_convolution_call(const convolution_call *call, const hc_status *status, char *where,
+                                    size_t room) {
   where[0] = '\0';
   for (int64_t d = 0; status->code != HC_OK && d < call->conv.params.nspatial; ++d) {
     if (call->conv.world[d] > 1 && call->conv.group[d] != NULL) {
@@ -242,8 +252,8 @@ static void convolution_kernel(StableIValue *stack, uint64_t nargs, uint64_t nou
   memset(&call, 0, sizeof call);
   HC_TRY(hc_stable_to_optional_tensor(stack[2], &bias, &status));
   HC_TRY(read_convolution_call(&stack[3], &call, &status));
-  HC_TRY(hc_convolution_forward(&call.conv, hc_stable_to_tensor(stack[0]), hc_stable_to_tensor(stack[1]), bias, &out,
-                                &status));
+  HC_TRY(hc_convolution_forward(&call.conv, hc_stable_to_tensor(stack[0]), hc_stable_to_tensor(stack[1]),
+                                bias, &out, &status));
 done:
   report_convolution_call(&call, &status, where, sizeof where);
   hc_tensor_free(&bias);
@@ -266,9 +276,9 @@ static void convolution_backward_kernel(StableIValue *stack, uint64_t nargs, uin
   (void)nargs, (void)nouts;
   memset(&call, 0, sizeof call);
   HC_TRY(read_convolution_call(&stack[3], &call, &status));
-  HC_TRY(hc_convolution_backward(&call.conv, grad_output, hc_stable_to_tensor(stack[1]), hc_stable_to_tensor(stack[2]),
-                                 hc_stable_to_bool(needs[0]), hc_stable_to_bool(needs[1]), hc_stable_to_bool(needs[2]),
-                                 &grads, &status));
+  HC_TRY(hc_convolution_backward(&call.conv, grad_output, hc_stable_to_tensor(stack[1]),
+                                 hc_stable_to_tensor(stack[2]), hc_stable_to_bool(needs[0]),
+                                 hc_stable_to_bool(needs[1]), hc_stable_to_bool(needs[2]), &grads, &status));
   HC_TRY(hc_tensor_absent(grad_output, &grads.input, &status));
   HC_TRY(hc_tensor_absent(grad_output, &grads.weight, &status));
   HC_TRY(hc_tensor_absent(grad_output, &grads.bias, &status));
@@ -307,7 +317,8 @@ static hc_code register_for(const char *dispatch_key, hc_status *status) {
   TorchLibraryHandle library = NULL; /* never freed: its registrations live as long as the process */
   HC_TRY_TORCH(status, aoti_torch_library_init_impl("haloconv", dispatch_key, __FILE__, __LINE__, &library));
   for (size_t i = 0; i < sizeof kernels / sizeof *kernels; ++i) {
-    HC_TRY_TORCH(status, torch_library_impl(library, kernels[i].name, kernels[i].kernel, HC_TORCH_ABI_VERSION));
+    HC_TRY_TORCH(status,
+                 torch_library_impl(library, kernels[i].name, kernels[i].kernel, HC_TORCH_ABI_VERSION));
   }
 done:
   return status->code;

@@ -46,8 +46,8 @@ static PyObject *rank_to_tuple(const hc_window *window, int64_t size, int64_t wo
   recvs = pieces_to_list(route.recvs, route.nrecvs);
   if (sends != NULL && recvs != NULL) {
     result = Py_BuildValue("((LL)(LL)(LL)LLOO)", (long long)route.owned.begin, (long long)route.owned.end,
-                           (long long)out.begin, (long long)out.end, (long long)needed.begin, (long long)needed.end,
-                           (long long)pad_left, (long long)pad_right, sends, recvs);
+                           (long long)out.begin, (long long)out.end, (long long)needed.begin,
+                           (long long)needed.end, (long long)pad_left, (long long)pad_right, sends, recvs);
   }
 done:
   Py_XDECREF(sends);
@@ -67,7 +67,8 @@ static PyObject *plan(PyObject *self, PyObject *args) {
                         &output_padding, &transposed, &periodic)) {
     return NULL;
   }
-  const hc_window window = {kernel, stride, pad_lo, pad_hi, dilation, output_padding, transposed != 0, periodic != 0};
+  const hc_window window = {kernel,   stride,         pad_lo,          pad_hi,
+                            dilation, output_padding, transposed != 0, periodic != 0};
   if (hc_window_check(&window, size, world, &status) != HC_OK) {
     PyErr_SetString(PyExc_ValueError, status.message);
     return NULL;
@@ -111,7 +112,8 @@ static PyMethodDef methods[] = {
      "plan(size, world, kernel, stride, pad_lo, pad_hi, dilation, output_padding, transposed, periodic)\n"
      "-> (out_size, [(owned_in, owned_out, needed, pad_left, pad_right, sends, recvs), ...])"},
 #ifdef HC_FAULTS
-    {"fault_arm", fault_arm, METH_VARARGS, "fault_arm(n): the n-th checked libtorch call from now on fails; 0: none"},
+    {"fault_arm", fault_arm, METH_VARARGS,
+     "fault_arm(n): the n-th checked libtorch call from now on fails; 0: none"},
 #endif
     {NULL, NULL, 0, NULL},
 };
@@ -124,7 +126,8 @@ PyMODINIT_FUNC PyInit__C(void);
 PyMODINIT_FUNC PyInit__C(void) {
   hc_status status = {HC_OK, ""};
   if (hc_kernels_register(&status) != HC_OK) {
-    PyErr_Format(PyExc_ImportError, "haloconv could not register its operators with this torch: %s", status.message);
+    PyErr_Format(PyExc_ImportError, "haloconv could not register its operators with this torch: %s",
+                 status.message);
     return NULL;
   }
   return PyModule_Create(&definition);

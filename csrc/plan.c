@@ -11,8 +11,8 @@ static int64_t reach(const hc_window *window) { return window->dilation * (windo
 
 static hc_code check_range(const char *name, int64_t value, int64_t low, hc_status *status) {
   if (value < low || value > LARGEST) {
-    return hc_fail(status, HC_ERROR_ARGUMENT, "%s is %" PRId64 ", expected %" PRId64 " to %" PRId64, name, value, low,
-                   LARGEST);
+    return hc_fail(status, HC_ERROR_ARGUMENT, "%s is %" PRId64 ", expected %" PRId64 " to %" PRId64, name,
+                   value, low, LARGEST);
   }
   return HC_OK;
 }
@@ -32,7 +32,8 @@ hc_code hc_window_check(const hc_window *window, int64_t size, int64_t world, hc
   }
   if (window->output_padding > 0 && window->output_padding >= hc_max(window->stride, window->dilation)) {
     return hc_fail(status, HC_ERROR_ARGUMENT,
-                   "output_padding is %" PRId64 ", expected less than stride (%" PRId64 ") or dilation (%" PRId64 ")",
+                   "output_padding is %" PRId64 ", expected less than stride (%" PRId64
+                   ") or dilation (%" PRId64 ")",
                    window->output_padding, window->stride, window->dilation);
   }
   if (window->periodic && window->transposed) {
@@ -45,13 +46,14 @@ hc_code hc_window_check(const hc_window *window, int64_t size, int64_t world, hc
   if (window->transposed) {
     const int64_t out_size = hc_window_out_size(window, size);
     if (out_size < 0) {
-      return hc_fail(status, HC_ERROR_ARGUMENT, "the padding (%" PRId64 " + %" PRId64 ") leaves an output of size %" PRId64,
+      return hc_fail(status, HC_ERROR_ARGUMENT,
+                     "the padding (%" PRId64 " + %" PRId64 ") leaves an output of size %" PRId64,
                      window->pad_lo, window->pad_hi, out_size);
     }
   } else if (padded < reach(window) + 1 && !(padded == 0 && window->kernel == 1)) {
     return hc_fail(status, HC_ERROR_ARGUMENT,
-                   "the window (kernel %" PRId64 ", dilation %" PRId64 ") is larger than the padded input (%" PRId64
-                   " + %" PRId64 " + %" PRId64 ")",
+                   "the window (kernel %" PRId64 ", dilation %" PRId64
+                   ") is larger than the padded input (%" PRId64 " + %" PRId64 " + %" PRId64 ")",
                    window->kernel, window->dilation, size, window->pad_lo, window->pad_hi);
   }
 done:
@@ -132,7 +134,8 @@ void hc_window_extents(const hc_window *window, int64_t size, int64_t world, hc_
   const int64_t out_size = hc_window_out_size(window, size);
   for (int64_t rank = 0; rank < world; ++rank) {
     const hc_interval out = hc_shard(out_size, world, rank);
-    extents[rank] = window->transposed ? hc_window_touched_by(window, out, size) : hc_window_reads(window, out);
+    extents[rank] =
+        window->transposed ? hc_window_touched_by(window, out, size) : hc_window_reads(window, out);
   }
 }
 
@@ -155,7 +158,8 @@ static int64_t cut(hc_interval extent, hc_interval owned, int64_t size, bool per
       continue;
     }
     if (pieces != NULL) {
-      const hc_piece piece = {peer, both.begin - turn * size, both.end - turn * size, both.begin - extent.begin};
+      const hc_piece piece = {peer, both.begin - turn * size, both.end - turn * size,
+                              both.begin - extent.begin};
       pieces[count] = piece;
     }
     ++count;

@@ -60,7 +60,8 @@ done:
   return status->code;
 }
 
-hc_code hc_stable_from_tensors(const AtenTensorHandle *items, int64_t count, StableIValue *out, hc_status *status) {
+hc_code hc_stable_from_tensors(const AtenTensorHandle *items, int64_t count, StableIValue *out,
+                               hc_status *status) {
   StableIValue list = 0, item = 0;
   StableListHandle handle = NULL;
   HC_TRY_TORCH(status, torch_new_list_reserve_size((size_t)count, &handle));
@@ -78,12 +79,13 @@ done:
   return status->code;
 }
 
-hc_code hc_stable_to_ints(StableIValue list, const char *what, int64_t capacity, int64_t *items, int64_t *count,
-                          hc_status *status) {
+hc_code hc_stable_to_ints(StableIValue list, const char *what, int64_t capacity, int64_t *items,
+                          int64_t *count, hc_status *status) {
   size_t size = 0;
   HC_TRY_TORCH(status, torch_list_size(as_list(list), &size));
   if (size > (size_t)capacity) {
-    return hc_fail(status, HC_ERROR_ARGUMENT, "%s has %zu entries, expected at most %" PRId64, what, size, capacity);
+    return hc_fail(status, HC_ERROR_ARGUMENT, "%s has %zu entries, expected at most %" PRId64, what, size,
+                   capacity);
   }
   for (size_t i = 0; i < size; ++i) {
     StableIValue item = 0;

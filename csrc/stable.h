@@ -22,10 +22,11 @@ double hc_stable_to_double(StableIValue value);
 
 /* Lists. */
 hc_code hc_stable_from_ints(const int64_t *items, int64_t count, StableIValue *out, hc_status *status);
-hc_code hc_stable_from_tensors(const AtenTensorHandle *items, int64_t count, StableIValue *out, hc_status *status);
+hc_code hc_stable_from_tensors(const AtenTensorHandle *items, int64_t count, StableIValue *out,
+                               hc_status *status);
 /* Reads int[]: `*count` is set, at most `capacity` items are written, more is an error that names `what`. */
-hc_code hc_stable_to_ints(StableIValue list, const char *what, int64_t capacity, int64_t *items, int64_t *count,
-                          hc_status *status);
+hc_code hc_stable_to_ints(StableIValue list, const char *what, int64_t capacity, int64_t *items,
+                          int64_t *count, hc_status *status);
 /* Reads a Tensor[] of none or one: a new reference, or NULL. */
 hc_code hc_stable_to_optional_tensor(StableIValue list, AtenTensorHandle *out, hc_status *status);
 void hc_stable_free_list(StableIValue *value);

@@ -3,6 +3,7 @@
 
 #include <stdarg.h>
 #include <stdio.h>
+#include <string.h>
 
 #include "torch_abi.h"
 
@@ -29,7 +30,10 @@ hc_code hc_check_torch(hc_status *status, int32_t error, const char *call) {
   if (reason == NULL || reason[0] == '\0') {
     reason = "libtorch wrote the reason to stderr";
   }
-  return hc_fail(status, HC_ERROR_TORCH, "%s [in %.60s]", reason, call);
+  /* An error of a Python op ends in a Python traceback, which is not for this message. */
+  const char *traceback = strstr(reason, "\n\nAt:");
+  const int length = traceback != NULL ? (int)(traceback - reason) : (int)strlen(reason);
+  return hc_fail(status, HC_ERROR_TORCH, "%.*s [in %.60s]", length, reason, call);
 }
 
 #ifdef HC_FAULTS

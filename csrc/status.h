@@ -37,7 +37,8 @@ typedef struct hc_status {
 } hc_status;
 
 /* Records a failure, unless one is recorded already; returns the code that is recorded now. */
-hc_code hc_fail(hc_status *status, hc_code code, const char *format, ...) __attribute__((format(printf, 3, 4)));
+hc_code hc_fail(hc_status *status, hc_code code, const char *format, ...)
+    __attribute__((format(printf, 3, 4)));
 
 /* Turns the return value of a libtorch call (0 is success) into a status. `call` is its source text. */
 hc_code hc_check_torch(hc_status *status, int32_t error, const char *call);
@@ -49,24 +50,24 @@ void hc_fault_arm(int64_t n);
 int hc_fault_due(void);
 #define HC_FAULT_OR(call) (hc_fault_due() ? 1 : (call))
 /* For calls that take their arguments over: fails before the call, while they are still the caller's. */
-#define HC_FAULT_POINT(status)                                            \
-  do {                                                                    \
-    if (hc_fault_due()) {                                                 \
-      (void)hc_fail((status), HC_ERROR_TORCH, "injected fault");          \
-      goto done;                                                          \
-    }                                                                     \
+#define HC_FAULT_POINT(status)                                   \
+  do {                                                           \
+    if (hc_fault_due()) {                                        \
+      (void)hc_fail((status), HC_ERROR_TORCH, "injected fault"); \
+      goto done;                                                 \
+    }                                                            \
   } while (0)
 #else
-#define HC_FAULT_OR(call) (call)
+#define HC_FAULT_OR(call)      (call)
 #define HC_FAULT_POINT(status) ((void)0)
 #endif
 
 /* Both jump to the function's `done:` label. */
-#define HC_TRY(call)            \
-  do {                          \
-    if ((call) != HC_OK) {      \
-      goto done;                \
-    }                           \
+#define HC_TRY(call)       \
+  do {                     \
+    if ((call) != HC_OK) { \
+      goto done;           \
+    }                      \
   } while (0)
 #define HC_TRY_TORCH(status, call) HC_TRY(hc_check_torch((status), HC_FAULT_OR(call), #call))
 

@@ -15,8 +15,8 @@ hc_code hc_tensor_shape(AtenTensorHandle tensor, hc_shape *shape, hc_status *sta
   int64_t *sizes = NULL, *strides = NULL;
   HC_TRY_TORCH(status, aoti_torch_get_dim(tensor, &shape->ndim));
   if (shape->ndim > HC_MAX_DIM) {
-    return hc_fail(status, HC_ERROR_ARGUMENT, "a tensor has %" PRId64 " dimensions, expected at most %d", shape->ndim,
-                   HC_MAX_DIM);
+    return hc_fail(status, HC_ERROR_ARGUMENT, "a tensor has %" PRId64 " dimensions, expected at most %d",
+                   shape->ndim, HC_MAX_DIM);
   }
   HC_TRY_TORCH(status, aoti_torch_get_sizes(tensor, &sizes));
   HC_TRY_TORCH(status, aoti_torch_get_strides(tensor, &strides));
@@ -106,8 +106,8 @@ done:
 
 hc_code hc_tensor_bytes(int64_t nbytes, const hc_shape *like, AtenTensorHandle *out, hc_status *status) {
   const int64_t stride = 1;
-  HC_TRY_TORCH(status, aoti_torch_empty_strided(1, &nbytes, &stride, aoti_torch_dtype_uint8(), like->device_type,
-                                                like->device_index, out));
+  HC_TRY_TORCH(status, aoti_torch_empty_strided(1, &nbytes, &stride, aoti_torch_dtype_uint8(),
+                                                like->device_type, like->device_index, out));
 done:
   return status->code;
 }
@@ -122,8 +122,8 @@ done:
   return status->code;
 }
 
-hc_code hc_tensor_narrow(AtenTensorHandle tensor, const hc_shape *shape, int64_t dim, int64_t begin, int64_t length,
-                         AtenTensorHandle *out, hc_status *status) {
+hc_code hc_tensor_narrow(AtenTensorHandle tensor, const hc_shape *shape, int64_t dim, int64_t begin,
+                         int64_t length, AtenTensorHandle *out, hc_status *status) {
   hc_shape part = *shape;
   part.sizes[dim] = length;
   HC_TRY_TORCH(status, aoti_torch__reinterpret_tensor(tensor, part.ndim, part.sizes, part.strides,
@@ -138,8 +138,8 @@ done:
   return status->code;
 }
 
-hc_code hc_tensor_copy_at(AtenTensorHandle target, const hc_shape *shape, int64_t dim, int64_t begin, int64_t length,
-                          AtenTensorHandle source, hc_status *status) {
+hc_code hc_tensor_copy_at(AtenTensorHandle target, const hc_shape *shape, int64_t dim, int64_t begin,
+                          int64_t length, AtenTensorHandle source, hc_status *status) {
   AtenTensorHandle part = NULL;
   HC_TRY(hc_tensor_narrow(target, shape, dim, begin, length, &part, status));
   HC_TRY_TORCH(status, aoti_torch_copy_(part, source, 1));
@@ -148,8 +148,8 @@ done:
   return status->code;
 }
 
-hc_code hc_tensor_add_at(AtenTensorHandle target, const hc_shape *shape, int64_t dim, int64_t begin, int64_t length,
-                         AtenTensorHandle source, hc_status *status) {
+hc_code hc_tensor_add_at(AtenTensorHandle target, const hc_shape *shape, int64_t dim, int64_t begin,
+                         int64_t length, AtenTensorHandle source, hc_status *status) {
   AtenTensorHandle part = NULL, sum = NULL;
   HC_TRY(hc_tensor_narrow(target, shape, dim, begin, length, &part, status));
   /* The stable ABI has no in-place add that takes no Scalar; a - (-1) b is the one that exists. */
@@ -244,33 +244,40 @@ done:
 
 /* ---- local convolution ---- */
 
-typedef int32_t (*forward_fn)(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle *, const int64_t *, int64_t,
-                              const int64_t *, int64_t, const int64_t *, int64_t, int32_t, const int64_t *, int64_t,
-                              int64_t, AtenTensorHandle *);
-typedef int32_t (*backward_fn)(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, const int64_t **, int64_t,
-                               const int64_t *, int64_t, const int64_t *, int64_t, const int64_t *, int64_t, int32_t,
-                               const int64_t *, int64_t, int64_t, const int32_t *, int64_t, AtenTensorHandle *,
-                               AtenTensorHandle *, AtenTensorHandle *);
+typedef int32_t (*forward_fn)(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle *, const int64_t *,
+                              int64_t, const int64_t *, int64_t, const int64_t *, int64_t, int32_t,
+                              const int64_t *, int64_t, int64_t, AtenTensorHandle *);
+typedef int32_t (*backward_fn)(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, const int64_t **,
+                               int64_t, const int64_t *, int64_t, const int64_t *, int64_t, const int64_t *,
+                               int64_t, int32_t, const int64_t *, int64_t, int64_t, const int32_t *, int64_t,
+                               AtenTensorHandle *, AtenTensorHandle *, AtenTensorHandle *);
 
-/* libtorch_cuda is not linked: the CUDA twins are taken from the copy that torch has loaded. */
-static hc_code find(const char *cuda_name, int32_t device_type, void *cpu, void **out, hc_status *status) {
+/* Replaces the CPU function by its CUDA twin for a CUDA tensor. libtorch_cuda is not linked: the twin is taken from the
+ * copy that torch has loaded. */
+static hc_code choose(const char *cuda_name, AtenTensorHandle tensor, void **function, hc_status *status) {
+  int32_t device_type = 0;
+  void *library = NULL;
+  HC_TRY_TORCH(status, aoti_torch_get_device_type(tensor, &device_type));
   if (device_type == aoti_torch_device_type_cpu()) {
-    *out = cpu;
     return HC_OK;
   }
   if (device_type != aoti_torch_device_type_cuda()) {
-    return hc_fail(status, HC_ERROR_ARGUMENT, "the device type is %" PRId32 ", expected cpu or cuda", device_type);
+    return hc_fail(status, HC_ERROR_ARGUMENT, "the device type is %" PRId32 ", expected cpu or cuda",
+                   device_type);
   }
-  void *library = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
+  library = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
   if (library == NULL) {
-    return hc_fail(status, HC_ERROR_TORCH, "libtorch_cuda.so is not loaded: a CUDA tensor needs a CUDA build of torch");
+    return hc_fail(status, HC_ERROR_TORCH,
+                   "libtorch_cuda.so is not loaded: a CUDA tensor needs a CUDA build of torch");
   }
-  *out = dlsym(library, cuda_name);
+  void *found = dlsym(library, cuda_name);
   (void)dlclose(library); /* torch keeps it loaded */
-  if (*out == NULL) {
+  if (found == NULL) {
     return hc_fail(status, HC_ERROR_TORCH, "libtorch_cuda.so has no %s", cuda_name);
   }
-  return HC_OK;
+  *function = found;
+done:
+  return status->code;
 }
 
 hc_code hc_tensor_convolution(AtenTensorHandle input, AtenTensorHandle weight, AtenTensorHandle bias,
@@ -278,34 +285,30 @@ hc_code hc_tensor_convolution(AtenTensorHandle input, AtenTensorHandle weight, A
   union {
     void *pointer;
     forward_fn call;
-  } function, cpu = {.call = aoti_torch_cpu_convolution};
-  int32_t device_type = 0;
+  } function = {.call = aoti_torch_cpu_convolution};
   const int64_t n = params->nspatial;
-  HC_TRY_TORCH(status, aoti_torch_get_device_type(input, &device_type));
-  HC_TRY(find("aoti_torch_cuda_convolution", device_type, cpu.pointer, &function.pointer, status));
-  HC_TRY_TORCH(status, function.call(input, weight, bias == NULL ? NULL : &bias, params->stride, n, params->padding, n,
-                                     params->dilation, n, params->transposed, params->output_padding, n,
-                                     params->groups, out));
+  HC_TRY(choose("aoti_torch_cuda_convolution", input, &function.pointer, status));
+  HC_TRY_TORCH(status, function.call(input, weight, bias == NULL ? NULL : &bias, params->stride, n,
+                                     params->padding, n, params->dilation, n, params->transposed,
+                                     params->output_padding, n, params->groups, out));
 done:
   return status->code;
 }
 
-hc_code hc_tensor_convolution_backward(AtenTensorHandle grad_output, AtenTensorHandle input, AtenTensorHandle weight,
-                                       const hc_conv_params *params, bool need_input, bool need_weight,
-                                       AtenTensorHandle *grad_input, AtenTensorHandle *grad_weight,
-                                       hc_status *status) {
+hc_code hc_tensor_convolution_backward(AtenTensorHandle grad_output, AtenTensorHandle input,
+                                       AtenTensorHandle weight, const hc_conv_params *params, bool need_input,
+                                       bool need_weight, AtenTensorHandle *grad_input,
+                                       AtenTensorHandle *grad_weight, hc_status *status) {
   union {
     void *pointer;
     backward_fn call;
-  } function, cpu = {.call = aoti_torch_cpu_convolution_backward};
-  int32_t device_type = 0;
+  } function = {.call = aoti_torch_cpu_convolution_backward};
   const int64_t n = params->nspatial;
   const int32_t mask[3] = {need_input, need_weight, false};
   AtenTensorHandle no_bias = NULL;
-  HC_TRY_TORCH(status, aoti_torch_get_device_type(input, &device_type));
-  HC_TRY(find("aoti_torch_cuda_convolution_backward", device_type, cpu.pointer, &function.pointer, status));
-  HC_TRY_TORCH(status, function.call(grad_output, input, weight, NULL, 0, params->stride, n, params->padding, n,
-                                     params->dilation, n, params->transposed, params->output_padding, n,
+  HC_TRY(choose("aoti_torch_cuda_convolution_backward", input, &function.pointer, status));
+  HC_TRY_TORCH(status, function.call(grad_output, input, weight, NULL, 0, params->stride, n, params->padding,
+                                     n, params->dilation, n, params->transposed, params->output_padding, n,
                                      params->groups, mask, 3, grad_input, grad_weight, &no_bias));
 done:
   hc_tensor_free(&no_bias);

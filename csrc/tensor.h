@@ -39,16 +39,16 @@ hc_code hc_tensor_bytes(int64_t nbytes, const hc_shape *like, AtenTensorHandle *
 hc_code hc_tensor_view_bytes(AtenTensorHandle bytes, int64_t offset_bytes, const hc_shape *shape,
                              AtenTensorHandle *out, hc_status *status);
 /* A view of [begin, begin + length) of `dim`. */
-hc_code hc_tensor_narrow(AtenTensorHandle tensor, const hc_shape *shape, int64_t dim, int64_t begin, int64_t length,
-                         AtenTensorHandle *out, hc_status *status);
+hc_code hc_tensor_narrow(AtenTensorHandle tensor, const hc_shape *shape, int64_t dim, int64_t begin,
+                         int64_t length, AtenTensorHandle *out, hc_status *status);
 /* Another reference to the same tensor. */
 hc_code hc_tensor_share(AtenTensorHandle tensor, AtenTensorHandle *out, hc_status *status);
 /* Adds `source` to [begin, begin + length) of `dim` of `target`, in place. */
-hc_code hc_tensor_add_at(AtenTensorHandle target, const hc_shape *shape, int64_t dim, int64_t begin, int64_t length,
-                         AtenTensorHandle source, hc_status *status);
+hc_code hc_tensor_add_at(AtenTensorHandle target, const hc_shape *shape, int64_t dim, int64_t begin,
+                         int64_t length, AtenTensorHandle source, hc_status *status);
 /* Copies `source` into [begin, begin + length) of `dim` of `target`. */
-hc_code hc_tensor_copy_at(AtenTensorHandle target, const hc_shape *shape, int64_t dim, int64_t begin, int64_t length,
-                          AtenTensorHandle source, hc_status *status);
+hc_code hc_tensor_copy_at(AtenTensorHandle target, const hc_shape *shape, int64_t dim, int64_t begin,
+                          int64_t length, AtenTensorHandle source, hc_status *status);
 /* Replaces *tensor by a copy in the asked memory format, if its strides say another one. */
 hc_code hc_tensor_make_format(AtenTensorHandle *tensor, bool channels_last, hc_status *status);
 /* Replaces *tensor by a copy if it is `other` itself: an op must not return its argument. */
@@ -62,7 +62,8 @@ hc_code hc_tensor_sum_to_channels(AtenTensorHandle tensor, AtenTensorHandle *out
 /* The parameters of a local convolution, in ATen's terms. */
 typedef struct hc_conv_params {
   int64_t nspatial;
-  int64_t stride[HC_MAX_SPATIAL], padding[HC_MAX_SPATIAL], dilation[HC_MAX_SPATIAL], output_padding[HC_MAX_SPATIAL];
+  int64_t stride[HC_MAX_SPATIAL], padding[HC_MAX_SPATIAL], dilation[HC_MAX_SPATIAL],
+      output_padding[HC_MAX_SPATIAL];
   bool transposed;
   int64_t groups;
 } hc_conv_params;
@@ -71,8 +72,9 @@ typedef struct hc_conv_params {
 hc_code hc_tensor_convolution(AtenTensorHandle input, AtenTensorHandle weight, AtenTensorHandle bias,
                               const hc_conv_params *params, AtenTensorHandle *out, hc_status *status);
 /* What is not needed isn't computed, and comes back as NULL. */
-hc_code hc_tensor_convolution_backward(AtenTensorHandle grad_output, AtenTensorHandle input, AtenTensorHandle weight,
-                                       const hc_conv_params *params, bool need_input, bool need_weight,
-                                       AtenTensorHandle *grad_input, AtenTensorHandle *grad_weight, hc_status *status);
+hc_code hc_tensor_convolution_backward(AtenTensorHandle grad_output, AtenTensorHandle input,
+                                       AtenTensorHandle weight, const hc_conv_params *params, bool need_input,
+                                       bool need_weight, AtenTensorHandle *grad_input,
+                                       AtenTensorHandle *grad_weight, hc_status *status);
 
 #endif

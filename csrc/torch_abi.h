@@ -55,17 +55,20 @@ int32_t aoti_torch_device_type_cpu(void);
 int32_t aoti_torch_device_type_cuda(void);
 
 /* Convolution on the CPU; the CUDA twins have the same types and live in libtorch_cuda. */
-int32_t aoti_torch_cpu_convolution(AtenTensorHandle input, AtenTensorHandle weight, AtenTensorHandle *bias_or_null,
-                                   const int64_t *stride, int64_t stride_len, const int64_t *padding,
-                                   int64_t padding_len, const int64_t *dilation, int64_t dilation_len,
-                                   int32_t transposed, const int64_t *output_padding, int64_t output_padding_len,
-                                   int64_t groups, AtenTensorHandle *out);
-int32_t aoti_torch_cpu_convolution_backward(
-    AtenTensorHandle grad_output, AtenTensorHandle input, AtenTensorHandle weight, const int64_t **bias_sizes_or_null,
-    int64_t bias_sizes_len, const int64_t *stride, int64_t stride_len, const int64_t *padding, int64_t padding_len,
-    const int64_t *dilation, int64_t dilation_len, int32_t transposed, const int64_t *output_padding,
-    int64_t output_padding_len, int64_t groups, const int32_t *output_mask, int64_t output_mask_len,
-    AtenTensorHandle *grad_input, AtenTensorHandle *grad_weight, AtenTensorHandle *grad_bias);
+int32_t aoti_torch_cpu_convolution(AtenTensorHandle input, AtenTensorHandle weight,
+                                   AtenTensorHandle *bias_or_null, const int64_t *stride, int64_t stride_len,
+                                   const int64_t *padding, int64_t padding_len, const int64_t *dilation,
+                                   int64_t dilation_len, int32_t transposed, const int64_t *output_padding,
+                                   int64_t output_padding_len, int64_t groups, AtenTensorHandle *out);
+int32_t aoti_torch_cpu_convolution_backward(AtenTensorHandle grad_output, AtenTensorHandle input,
+                                            AtenTensorHandle weight, const int64_t **bias_sizes_or_null,
+                                            int64_t bias_sizes_len, const int64_t *stride, int64_t stride_len,
+                                            const int64_t *padding, int64_t padding_len,
+                                            const int64_t *dilation, int64_t dilation_len, int32_t transposed,
+                                            const int64_t *output_padding, int64_t output_padding_len,
+                                            int64_t groups, const int32_t *output_mask,
+                                            int64_t output_mask_len, AtenTensorHandle *grad_input,
+                                            AtenTensorHandle *grad_weight, AtenTensorHandle *grad_bias);
 
 /* Lists and strings */
 int32_t torch_new_list_reserve_size(size_t size, StableListHandle *out);
@@ -79,18 +82,20 @@ int32_t torch_string_length(StringHandle string, size_t *out);
 int32_t torch_string_c_str(StringHandle string, const char **borrowed);
 
 /* Dispatcher and registration */
-int32_t torch_call_dispatcher(const char *name, const char *overload, StableIValue *stack, uint64_t abi_version);
+int32_t torch_call_dispatcher(const char *name, const char *overload, StableIValue *stack,
+                              uint64_t abi_version);
 int32_t aoti_torch_library_init_fragment(const char *name_space, const char *file, uint32_t line,
                                          TorchLibraryHandle *out);
-int32_t aoti_torch_library_init_impl(const char *name_space, const char *dispatch_key, const char *file, uint32_t line,
-                                     TorchLibraryHandle *out);
+int32_t aoti_torch_library_init_impl(const char *name_space, const char *dispatch_key, const char *file,
+                                     uint32_t line, TorchLibraryHandle *out);
 int32_t aoti_torch_library_def(TorchLibraryHandle library, const char *schema);
 int32_t torch_library_impl(TorchLibraryHandle library, const char *name,
                            void (*kernel)(StableIValue *, uint64_t, uint64_t), uint64_t abi_version);
 int32_t aoti_torch_delete_library_object(TorchLibraryHandle library);
 
 /* Throws when `condition` is false: unwinds through the C frames above it, which run no cleanup. */
-void aoti_torch_check(bool condition, const char *function, const char *file, uint32_t line, const char *message);
+void aoti_torch_check(bool condition, const char *function, const char *file, uint32_t line,
+                      const char *message);
 
 /* Newer than the oldest supported torch: NULL where the running one lacks them. */
 /* since 2.13; borrowed until the thread's next exception */

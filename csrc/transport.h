@@ -43,8 +43,8 @@ int64_t hc_transport_header_bytes(const hc_shape *shape);
 
 /* Starts the exchange, receives before sends. `op` names the operation, for the statistics. The transport keeps its
  * own references to the buffers until it is through with them. */
-hc_code hc_transport_post(const char *group, const hc_messages *sends, const hc_messages *recvs, const char *op,
-                          hc_request *request, hc_status *status);
+hc_code hc_transport_post(const char *group, const hc_messages *sends, const hc_messages *recvs,
+                          const char *op, hc_request *request, hc_status *status);
 /* Returns when everything has been received; sets the ticket to 0 also on failure. */
 hc_code hc_transport_wait(hc_request *request, hc_status *status);
 

@@ -27,14 +27,18 @@ void hc_messages_free(hc_messages *messages) {
   messages->count = 0;
 }
 
-int64_t hc_transport_header_bytes(const hc_shape *shape) { return hc_shape_on_cpu(shape) ? HC_HEADER_BYTES : 0; }
+int64_t hc_transport_header_bytes(const hc_shape *shape) {
+  return hc_shape_on_cpu(shape) ? HC_HEADER_BYTES : 0;
+}
 
 /* The buffers as Tensor[] and the peers as int[]. */
-static hc_code box(const hc_messages *messages, StableIValue *buffers, StableIValue *peers, hc_status *status) {
+static hc_code box(const hc_messages *messages, StableIValue *buffers, StableIValue *peers,
+                   hc_status *status) {
   AtenTensorHandle *handles = malloc(((size_t)messages->count + 1) * sizeof *handles);
   int64_t *ranks = malloc(((size_t)messages->count + 1) * sizeof *ranks);
   if (handles == NULL || ranks == NULL) {
-    HC_TRY(hc_fail(status, HC_ERROR_MEMORY, "out of memory for a list of messages"));
+    (void)hc_fail(status, HC_ERROR_MEMORY, "out of memory for a list of messages");
+    goto done;
   }
   for (int64_t i = 0; i < messages->count; ++i) {
     handles[i] = messages->items[i].buffer;
@@ -48,8 +52,8 @@ done:
   return status->code;
 }
 
-hc_code hc_transport_post(const char *group, const hc_messages *sends, const hc_messages *recvs, const char *op,
-                          hc_request *request, hc_status *status) {
+hc_code hc_transport_post(const char *group, const hc_messages *sends, const hc_messages *recvs,
+                          const char *op, hc_request *request, hc_status *status) {
   /* _post(Tensor[] send, int[] to, Tensor[] recv, int[] source, str group, str op) -> int */
   StableIValue stack[6] = {0, 0, 0, 0, 0, 0};
   HC_TRY(box(sends, &stack[0], &stack[1], status));

@@ -21,7 +21,9 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output):
         x, weight = ctx.saved_tensors
-        return *_ConvolutionBackward.apply(grad_output, x, weight, ctx.window, *ctx.needs_input_grad[:3]), None
+        return *_ConvolutionBackward.apply(
+            grad_output, x, weight, ctx.window, *ctx.needs_input_grad[:3]
+        ), None
 
 
 class _ConvolutionBackward(torch.autograd.Function):

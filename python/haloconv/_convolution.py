@@ -67,7 +67,9 @@ def check_window(window, x_shape, weight_shape):
     if any(padding < 0 for padding in window.padding):
         raise ValueError(f"padding is {window.padding}, expected no negative padding{on_rank()}")
     if window.transposed and any(window.periodic):
-        raise ValueError(f"padding_mode is 'circular', expected 'zeros' for a transposed convolution{on_rank()}")
+        raise ValueError(
+            f"padding_mode is 'circular', expected 'zeros' for a transposed convolution{on_rank()}"
+        )
     channels = weight_shape[0] if window.transposed else weight_shape[1] * window.groups
     if window.groups < 1 or weight_shape[0] % window.groups != 0:
         raise ValueError(
@@ -87,12 +89,12 @@ def check_window(window, x_shape, weight_shape):
                     f"dilation {window.dilation}{on_rank()}"
                 )
             continue
-        padded = x_shape[2 + index] + window.padding[2 * index] + window.padding[2 * index + 1]
-        if padded < dilation * (kernel - 1) + 1:
+        sides = window.padding[2 * index : 2 * index + 2]
+        if x_shape[2 + index] + sum(sides) < dilation * (kernel - 1) + 1:
             raise ValueError(
                 f"input has size {x_shape[2 + index]} in dim {2 + index}, expected at least "
-                f"{dilation * (kernel - 1) + 1} with its padding {window.padding[2 * index : 2 * index + 2]}, the reach "
-                f"of kernel {kernel} with dilation {dilation}{on_rank()}"
+                f"{dilation * (kernel - 1) + 1} with its padding {sides}: kernel {kernel} with dilation {dilation} reaches "
+                f"that far{on_rank()}"
             )
 
 
@@ -108,7 +110,9 @@ def check_tensors(x, weight, bias, out_channels):
         if tensor.device.type != x.device.type:
             raise ValueError(f"{name} is on {tensor.device}, expected input's {x.device}{on_rank()}")
         if tensor.device_mesh != x.device_mesh:
-            raise ValueError(f"{name} is on {tensor.device_mesh}, expected input's {x.device_mesh}{on_rank()}")
+            raise ValueError(
+                f"{name} is on {tensor.device_mesh}, expected input's {x.device_mesh}{on_rank()}"
+            )
     if bias is not None and tuple(bias.shape) != (out_channels,):
         raise ValueError(f"bias has shape {tuple(bias.shape)}, expected ({out_channels},){on_rank()}")
 
@@ -266,7 +270,9 @@ def _prepare(x, weight, bias, window):
     """Checks everything and brings the tensors to where the layout wants them."""
     with _transport.reporting(groups_of(x)):
         check_window(window, x.shape, weight.shape)
-        check_tensors(x, weight, bias, weight.shape[1] * window.groups if window.transposed else weight.shape[0])
+        check_tensors(
+            x, weight, bias, weight.shape[1] * window.groups if window.transposed else weight.shape[0]
+        )
         layout = layout_of(x.device_mesh, x.placements, weight.placements, window, x.shape)
         for placement in weight.placements:
             if isinstance(placement, Shard) and placement.dim >= 2:

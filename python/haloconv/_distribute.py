@@ -74,7 +74,9 @@ def shard_range(size, mesh):
     check_mesh(mesh)
     sizes = tuple(size) if isinstance(size, (tuple, list)) else (size,)
     if len(sizes) != mesh.ndim:
-        raise ValueError(f"size is {size!r}, expected one size for each dim of the mesh {tuple(mesh.shape)}{on_rank()}")
+        raise ValueError(
+            f"size is {size!r}, expected one size for each dim of the mesh {tuple(mesh.shape)}{on_rank()}"
+        )
     bounds = []
     for mesh_dim, value in enumerate(sizes):
         value = as_int("size", value)
@@ -122,7 +124,9 @@ def distribute_local(local, mesh, dim=-1, size=None):
         shape[tensor_dim] = whole
     strides = torch.empty(shape, device="meta", dtype=local.dtype).stride()
     placements = [Shard(tensor_dim) for tensor_dim in dims]
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides)
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides
+    )
 
 
 def _added_up(local, mesh, dims):

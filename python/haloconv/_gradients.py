@@ -5,10 +5,10 @@ Left so, the optimizer would all-reduce each parameter by itself, several times 
 in the order in which backward finishes them, in buckets, and starts a bucket's all-reduce as soon as it is full, while
 backward goes on; when backward returns, every ``param.grad`` is ``Replicate``.
 
-How a gradient is intercepted: `AccumulateGrad` adds a new gradient to ``param.grad``. Before it runs, a hook sets the old
-one aside; after it, another takes the new gradient away and puts the old one back. So between the two hooks, and only
-there, ``param.grad`` is the new gradient alone, and a backward that raises half-way leaves the old one in place. Old and
-new are added when the new one has been reduced. ``torch.autograd.grad`` does not accumulate, and is left alone.
+How a gradient is intercepted: `AccumulateGrad` adds a new gradient to ``param.grad``. Before it runs, a hook sets the
+old one aside; after it, another takes the new gradient away and puts the old one back. So between the two hooks, and
+only there, ``param.grad`` is the new gradient alone, and a backward that raises half-way leaves the old one in place.
+Old and new are added when the new one has been reduced. ``torch.autograd.grad`` does not accumulate, and is left alone.
 
 FSDP2 reduces Partial gradients itself, on parameters of its own making, which these hooks never see.
 """

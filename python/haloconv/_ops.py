@@ -38,7 +38,9 @@ def window_out_size(size, kernel, stride, pad_lo, pad_hi, dilation, output_paddi
 def _extent_length(size, window, transposed, periodic, rank, world):
     kernel, stride, pad_lo, pad_hi, dilation, output_padding = window
     if transposed:  # the exact interval has no closed form
-        plan = _C.plan(int(size), world, kernel, stride, pad_lo, pad_hi, dilation, output_padding, True, periodic)
+        plan = _C.plan(
+            int(size), world, kernel, stride, pad_lo, pad_hi, dilation, output_padding, True, periodic
+        )
         begin, end = plan[1][rank][2]
         return end - begin
     out_size = window_out_size(size, *window, transposed)
@@ -86,13 +88,17 @@ def _halo_exchange_backward(ctx, grad):
 
 def _halo_reduce_backward(ctx, grad):
     dim, size, window, transposed, periodic, rank, world, group = ctx.rest
-    return ops.halo_exchange(grad, dim, size, window, transposed, periodic, 0.0, rank, world, group), *[None] * 8
+    return ops.halo_exchange(grad, dim, size, window, transposed, periodic, 0.0, rank, world, group), *[
+        None
+    ] * 8
 
 
 torch.library.register_autograd(
     "haloconv::halo_exchange", _halo_exchange_backward, setup_context=_save_all_but(0, 6)
 )
-torch.library.register_autograd("haloconv::halo_reduce", _halo_reduce_backward, setup_context=_save_all_but(0))
+torch.library.register_autograd(
+    "haloconv::halo_reduce", _halo_reduce_backward, setup_context=_save_all_but(0)
+)
 
 
 # ---- convolution ----
@@ -223,7 +229,9 @@ def _convolution_backward_backward(ctx, *cotangents):
     return *grads, *[None] * (len(ctx.rest) + 3)
 
 
-torch.library.register_autograd("haloconv::convolution", _convolution_backward, setup_context=_convolution_setup)
+torch.library.register_autograd(
+    "haloconv::convolution", _convolution_backward, setup_context=_convolution_setup
+)
 torch.library.register_autograd(
     "haloconv::convolution_backward",
     _convolution_backward_backward,

@@ -104,7 +104,9 @@ def _check_module(module, mesh):
         if isinstance(tensor, DTensor):
             raise ValueError(f"'{full_name}' is a DTensor already, expected a plain tensor{on_rank()}")
         if torch.nn.parameter.is_lazy(tensor):
-            raise ValueError(f"'{full_name}' is not initialised yet, expected a first forward before{on_rank()}")
+            raise ValueError(
+                f"'{full_name}' is not initialised yet, expected a first forward before{on_rank()}"
+            )
         if tensor.is_meta:
             raise ValueError(f"'{full_name}' is on the meta device, expected initialised values{on_rank()}")
 
@@ -178,9 +180,9 @@ def parallelize(module, mesh, dim=-1, *, shard_inputs=False, gather_outputs=Fals
     """Makes a module work on sharded DTensors, in place.
 
     Its parameters and buffers become ``Replicate`` DTensors on `mesh`, its convolutions the `haloconv.nn` layers of the
-    same name, and the rules are switched on (`enable_rules`). During backward the gradients are summed over the mesh, so
-    that after ``loss.backward()`` every ``param.grad`` is ``Replicate``. Plain tensors that the forward makes itself count as
-    replicated. Make the optimizer afterwards: the parameters are new objects.
+    same name, and the rules are switched on (`enable_rules`). During backward the gradients are summed over the mesh,
+    so that after ``loss.backward()`` every ``param.grad`` is ``Replicate``. Plain tensors that the forward makes itself
+    count as replicated. Make the optimizer afterwards: the parameters are new objects.
 
     Args:
         module: any torch.nn.Module, a whole model or a part of one.
@@ -223,7 +225,7 @@ def parallelize(module, mesh, dim=-1, *, shard_inputs=False, gather_outputs=Fals
 
 
 def unparallelize(module):
-    """Undoes `parallelize`, in place: plain parameters and buffers with their present values, torch's classes, no hooks.
+    """Undoes `parallelize`, in place: torch's classes, no hooks, plain parameters and buffers with their present values.
 
     The rules stay on; `disable_rules` switches them off.
 

@@ -29,7 +29,16 @@ class Plan(typing.NamedTuple):
 
 
 def plan(
-    size, world, kernel, stride=1, padding=0, dilation=1, *, transposed=False, output_padding=0, periodic=False
+    size,
+    world,
+    kernel,
+    stride=1,
+    padding=0,
+    dilation=1,
+    *,
+    transposed=False,
+    output_padding=0,
+    periodic=False,
 ):
     """How a window operation over one sharded dimension is split.
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from . import _convolution, _dtensor
-from ._dtensor import DTensor, Shard
+from ._dtensor import DTensor
 from ._version import __version__
 
 aten = torch.ops.aten
@@ -65,7 +65,9 @@ def _is_ours(x, weight, groups):
                 continue
             if not _dtensor.is_exactly_shard(placement):
                 return True
-            if placement.dim % tensor.dim() >= first_spatial or (groups > 1 and (tensor is weight or placement.dim == 1)):
+            if placement.dim % tensor.dim() >= first_spatial or (
+                groups > 1 and (tensor is weight or placement.dim == 1)
+            ):
                 return True
     return False
 
@@ -133,13 +135,17 @@ _FORWARD_RULES = {
     },
     **{
         overload: _composite_rule(transposed=True)
-        for overload in (aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input)
+        for overload in (
+            aten.conv_transpose1d.default,
+            aten.conv_transpose2d.input,
+            aten.conv_transpose3d.input,
+        )
     },
 }
 _BACKWARD_RULES = {aten.convolution_backward.default: _convolution_backward_rule}
 
 _originals = {}  # what torch had, for the ops whose handler was replaced at least once
-_state = {"enabled": False, "frames": None, "tag": None}
+_state = {"enabled": False, "graphs": None, "tag": None}
 
 
 def _install(rules):
@@ -159,11 +165,11 @@ def _remove(rules):
             table[op] = _originals[op]
 
 
-def _compiled_frames():
-    """How often dynamo has compiled so far, None where it was never used."""
+def _compiled_graphs():
+    """How many graphs dynamo has compiled so far, None where it was never used."""
     if "torch._dynamo" not in sys.modules:
         return None
-    return sys.modules["torch._dynamo"].utils.counters["frames"]["total"]
+    return sys.modules["torch._dynamo"].utils.counters["stats"]["unique_graphs"]
 
 
 def tag_caches():
@@ -190,8 +196,8 @@ def enable_rules():
     _dtensor.probe()
     _install(_FORWARD_RULES)
     _install(_BACKWARD_RULES)
-    frames = _compiled_frames()
-    if frames is not None and frames != _state["frames"]:
+    graphs = _compiled_graphs()
+    if graphs is not None and graphs != _state["graphs"]:
         torch._dynamo.reset()  # what was compiled without the rules would go on without them
     _state["enabled"] = True
     tag_caches()
@@ -203,7 +209,7 @@ def disable_rules():
         return
     _remove(_FORWARD_RULES)
     _state["enabled"] = False
-    _state["frames"] = _compiled_frames()
+    _state["graphs"] = _compiled_graphs()
     tag_caches()
 
 

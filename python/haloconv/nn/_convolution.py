@@ -40,7 +40,9 @@ class _ShardedConvolution:
         elif self.padding_mode != "zeros":
             input = self._pad_whole_dims(input, padding)
             padding = [0] * len(padding)
-        return input, Window(self.stride, tuple(padding), self.dilation, False, self.output_padding, self.groups, periodic)
+        return input, Window(
+            self.stride, tuple(padding), self.dilation, False, self.output_padding, self.groups, periodic
+        )
 
     def _pad_whole_dims(self, input, padding):
         """reflect and replicate padding, where only whole dims need it."""
@@ -72,7 +74,13 @@ class _ShardedTransposed(_ShardedConvolution):
             input, output_size, self.stride, self.padding, self.kernel_size, n, self.dilation
         )
         return input, Window(
-            self.stride, _pairs(self.padding), self.dilation, True, tuple(output_padding), self.groups, (False,) * n
+            self.stride,
+            _pairs(self.padding),
+            self.dilation,
+            True,
+            tuple(output_padding),
+            self.groups,
+            (False,) * n,
         )
 
 

@@ -93,8 +93,8 @@ def check_window(window, x_shape, weight_shape):
         if x_shape[2 + index] + sum(sides) < dilation * (kernel - 1) + 1:
             raise ValueError(
                 f"input has size {x_shape[2 + index]} in dim {2 + index}, expected at least "
-                f"{dilation * (kernel - 1) + 1} with its padding {sides}: kernel {kernel} with dilation {dilation} reaches "
-                f"that far{on_rank()}"
+                f"{dilation * (kernel - 1) + 1} with its padding {sides}: the reach of kernel {kernel} "
+                f"with dilation {dilation}{on_rank()}"
             )
 
 

@@ -225,7 +225,7 @@ def parallelize(module, mesh, dim=-1, *, shard_inputs=False, gather_outputs=Fals
 
 
 def unparallelize(module):
-    """Undoes `parallelize`, in place: torch's classes, no hooks, plain parameters and buffers with their present values.
+    """Undoes `parallelize`, in place: torch's classes, no hooks, plain parameters and buffers with the present values.
 
     The rules stay on; `disable_rules` switches them off.
 

@@ -230,8 +230,8 @@ def comm_stats():
     """What this process has communicated since the last reset.
 
     Returns:
-        A dict: ``messages`` and ``bytes`` sent (payload, headers left out), ``exchanges`` and ``all_reduces`` taken part
-        in, ``seconds`` spent posting and waiting, and ``by_op`` with the same numbers for each operation. Bytes of
+        A dict: ``messages`` and ``bytes`` sent (payload, headers left out), ``exchanges`` and ``all_reduces`` taken
+        part in, ``seconds`` spent posting and waiting, and ``by_op`` with the same numbers for each operation. Bytes of
         an all-reduce are those of its tensor.
     """
     return statistics.totals()

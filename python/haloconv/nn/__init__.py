@@ -1,8 +1,8 @@
 """torch.nn's layers for DTensors whose spatial dims (or batch) are sharded.
 
 Each class is a subclass of torch's class of the same name: same arguments, same ``state_dict`` keys, and the very same
-behaviour for plain tensors. Given a DTensor they return a DTensor sharded in the same dims. Their parameters may be plain
-(then they count as replicated, and their gradients are summed over the ranks) or DTensors. They do not need
+behaviour for plain tensors. Given a DTensor they return a DTensor sharded in the same dims. Their parameters may be
+plain (then they count as replicated, and their gradients are summed over the ranks) or DTensors. They do not need
 `haloconv.enable_rules`.
 """
 

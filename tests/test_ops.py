@@ -93,6 +93,7 @@ def samples():
         (1, dict(periodic=1), (1, 2)),
         (2, dict(dims=[]), (1, 2)),
         (2, dict(dims=[3]), (1, 2)),
+        (2, dict(dims=[3], periodic=1), (1, 2)),
     ]:
         sizes = (5, 4, 3)[:nd]
         groups = options.get("groups", 1)

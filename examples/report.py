@@ -37,7 +37,7 @@ MIB = 1024 * 1024
 class Result:
     """One run. `peak_bytes` has one entry per rank, above the level before the model was built;
     `train_seconds` excludes evaluation; `exchange_seconds` is rank 0's time between posting messages and
-    having them."""
+    having them, and the counters after it are rank 0's too."""
 
     title: str
     ranks: int
@@ -49,6 +49,8 @@ class Result:
     exchange_seconds: float = 0.0
     messages: int = 0
     message_bytes: int = 0
+    all_reduces: int = 0
+    gradient_bytes: int = 0
     peak_bytes: list[int] = field(default_factory=list)
 
     @property
@@ -139,19 +141,20 @@ def closing_table(split: Result, unsplit: Result) -> Table:
     row("training", lambda r: f"{r.train_seconds:.1f} s, {r.images_per_second:.1f} images/s")
     row("with evaluation", lambda r: f"{r.total_seconds:.1f} s")
     row("time in exchanges", lambda r: percent(r.exchange_share))
-    row("sent per step, rank 0", lambda r: _traffic(r))
+    row("halos sent per step", lambda r: _traffic(r, r.message_bytes, r.messages))
+    row("gradients summed", lambda r: _traffic(r, r.gradient_bytes, r.all_reduces))
     row("peak memory per rank", lambda r: ", ".join(f"{peak / MIB:.0f}" for peak in r.peak_bytes) + " MiB")
     for steps, name in (
-        (CURVE_STEPS, f"loss difference, {CURVE_STEPS} steps"),
+        (CURVE_STEPS, f"loss gap, {CURVE_STEPS} steps"),
         (None, "over all steps"),
     ):
         table.add_row(name, f"{loss_difference(split, unsplit, steps):.1e}", "")
     return table
 
 
-def _traffic(result: Result) -> str:
+def _traffic(result: Result, sent_bytes: int, calls: int) -> str:
     steps = max(1, len(result.losses))
-    return f"{result.message_bytes / steps / MIB:.2f} MiB in {result.messages / steps:.0f} messages"
+    return f"{sent_bytes / steps / MIB:.2f} MiB in {calls / steps:.0f}" if calls else "-"
 
 
 def verdict(

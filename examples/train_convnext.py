@@ -179,6 +179,18 @@ def evaluate(config: Config, method, data: Panoramas, device: torch.device, pano
     return score
 
 
+def count_traffic(result: Result) -> None:
+    """Adds what has been communicated since the last reset; the gradients' part is counted apart from the
+    halos'."""
+    sent = haloconv.comm_stats()
+    gradients = sent["by_op"].get("gradients", {"bytes": 0, "all_reduces": 0, "seconds": 0.0})
+    result.exchange_seconds += sent["seconds"] - gradients["seconds"]
+    result.messages += sent["messages"]
+    result.message_bytes += sent["bytes"] - gradients["bytes"]
+    result.all_reduces += gradients["all_reduces"]
+    result.gradient_bytes += gradients["bytes"]
+
+
 def train(config: Config, make_method, device: torch.device, *, ranks: int, shown: bool) -> Result:
     """One run: every rank calls it with the same config. `make_method` builds the network in its way."""
     dtype = getattr(torch, config.dtype)
@@ -203,11 +215,8 @@ def train(config: Config, make_method, device: torch.device, *, ranks: int, show
             optimizer.step()
             result.losses.append(loss.item())
             result.train_seconds += time.perf_counter() - begun
-            sent = haloconv.comm_stats()
+            count_traffic(result)
             result.images += config.batch
-            result.exchange_seconds += sent["seconds"]
-            result.messages += sent["messages"]
-            result.message_bytes += sent["bytes"]
             if (step + 1) % PROBE_EVERY == 0:
                 result.score = evaluate(config, method, held_out, device, PROBE_PANORAMAS)
             display.step(memory.bytes())

@@ -43,7 +43,7 @@ PRELOAD = [  # what the first DTensor operation would import in every worker, an
     "torch.distributed.tensor",
     "torch.distributed.fsdp",
     "torch._dynamo",
-    "torch._inductor.utils",
+    "torch._inductor.compile_fx",
     "haloconv",
     "pytest",
     "hypothesis",
@@ -269,6 +269,9 @@ def _server():
         os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of compiler processes per worker
+        cache = tempfile.mkdtemp(prefix="haloconv_tests_cache_")
+        atexit.register(shutil.rmtree, cache, ignore_errors=True)
+        os.environ["HALOCONV_TEST_CACHE"] = cache
         _context = multiprocessing.get_context("forkserver")
         _context.set_forkserver_preload(PRELOAD)
         atexit.register(shutdown)

@@ -1,12 +1,11 @@
 """torch.compile over sharded convolutions, by layers and by rules, as one graph, and its traps.
 
-Each case compiles in worker processes of its own cache folder (unless the cache is what's tested), so that no compiled graph of another
-run or rank is picked up. The oracle is the unsplit eager computation in float64.
+No compiled graph of another case or rank is picked up, unless the cache on disk is what's tested. The oracle is the unsplit eager
+computation in float64.
 """
 
 import contextlib
 import copy
-import tempfile
 
 import harness
 import pytest
@@ -28,8 +27,8 @@ class Net(nn.Module):
         self.up = nn.ConvTranspose2d(6, 4, 2, stride=2)
 
     def forward(self, x):
-        x = F.gelu(self.stem(x))
-        return self.up(x + torch.tanh(self.dw(x)))
+        x = torch.relu(self.stem(x))
+        return self.up(x + torch.relu(self.dw(x)))
 
 
 def pairs(plain, sharded):
@@ -38,26 +37,23 @@ def pairs(plain, sharded):
 
 
 @contextlib.contextmanager
-def own_cache(folder=None):
-    """This rank's compiler cache in a folder of its own, or in one that is kept between runs."""
+def compiler(folder=None):
+    """A compiler that remembers nothing from before. Its C++ objects, which are keyed by their source alone, lie in a folder that
+    all workers share, else most of the time would be g++'s. Graphs are cached only where `folder` is given, there."""
     import os
 
-    import torch._inductor.config as config
+    import torch._functorch.config
+    import torch._inductor.config
 
-    made = folder or tempfile.mkdtemp(prefix="haloconv_inductor_")
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = made
-    os.environ["TRITON_CACHE_DIR"] = made + "/triton"
-    config.fx_graph_cache = True
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder or os.environ["HALOCONV_TEST_CACHE"]
+    torch._inductor.config.fx_graph_cache = folder is not None
+    torch._functorch.config.enable_autograd_cache = folder is not None
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     try:
         yield
     finally:
         torch._dynamo.reset()
-        if folder is None:
-            import shutil
-
-            shutil.rmtree(made, ignore_errors=True)
 
 
 def prepared(route, plain, mesh):
@@ -86,7 +82,7 @@ def one_graph(world, backend, route, widths):
     plain = Net().double()
     mesh = mesh_of((world,))
     sharded = prepared(route, plain, mesh)
-    with own_cache():
+    with compiler():
         compiled = torch.compile(sharded, fullgraph=True, backend=backend)
         for width in widths:
             plain.zero_grad()
@@ -94,25 +90,24 @@ def one_graph(world, backend, route, widths):
             check_same(mesh, (Shard(3),), plain, images(width), compiled, params=pairs(plain, sharded))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("route", ["layers", "rules"])
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world, backend", [(1, "aot_eager"), (2, "aot_eager"), (3, "aot_eager"), (2, "inductor")])
 def test_fullgraph(world, backend, route):
     """Fails when a sharded ConvNet doesn't compile as one graph, or computes something else when it does."""
-    run_ranks(world, one_graph, world, backend, route, (24, 30), timeout=TIMEOUT)
+    run_ranks(world, one_graph, world, backend, route, (24, 30) if backend == "aot_eager" else (24,), timeout=TIMEOUT)
 
 
-def empty_shards(world, backend, route):
+def empty_shards(world, backend, route, widths):
     """Width 4 on 4 ranks with a stride of 2: half of the ranks have no output; they still have to send."""
     from torch.distributed.tensor import Shard
 
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Conv2d(3, 4, 3, stride=2, padding=1), nn.Tanh(), nn.Conv2d(4, 2, 3, padding=1)).double()
+    plain = nn.Sequential(nn.Conv2d(3, 4, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 3, padding=1)).double()
     mesh = mesh_of((world,))
     sharded = prepared(route, plain, mesh)
-    with own_cache():
+    with compiler():
         compiled = torch.compile(sharded, fullgraph=True, backend=backend)
-        for width in (4, 5, 3):
+        for width in widths:
             plain.zero_grad()
             sharded.zero_grad()
             torch._dynamo.reset()
@@ -123,7 +118,7 @@ def empty_shards(world, backend, route):
 @pytest.mark.parametrize("route", ["layers", "rules"])
 def test_empty_shards(backend, route):
     """Fails when the compiler drops an exchange whose result is empty on this rank: the other ranks hang."""
-    run_ranks(4, empty_shards, 4, backend, route, timeout=TIMEOUT)
+    run_ranks(4, empty_shards, 4, backend, route, (4, 5, 3) if backend == "aot_eager" else (5,), timeout=TIMEOUT)
 
 
 # ------------------------------------------------------------------------------------------------ dynamic widths
@@ -137,7 +132,7 @@ def recompilations(world, backend, route, widths, dynamic):
     plain = Net().double()
     mesh = mesh_of((world,))
     sharded = prepared(route, plain, mesh)
-    with own_cache():
+    with compiler():
         counter = CompileCounterWithBackend(backend)
         compiled = torch.compile(sharded, fullgraph=True, backend=counter, dynamic=dynamic)
         counts = []
@@ -153,7 +148,7 @@ def recompilations(world, backend, route, widths, dynamic):
 @pytest.mark.parametrize("route", ["layers", "rules"])
 def test_changed_width_recompiles_at_most_once_more(backend, route):
     """Fails when each new width is a new compilation, or a dynamic graph computes with an old width."""
-    for counts in run_ranks(2, recompilations, 2, backend, route, (24, 32, 40, 56, 72), None, timeout=TIMEOUT):
+    for counts in run_ranks(2, recompilations, 2, backend, route, (24, 32, 40, 72), None, timeout=TIMEOUT):
         assert counts[0] == 1 and counts[-1] <= 2, counts
 
 
@@ -174,9 +169,9 @@ def cached_job(world, folder, route):
     from torch.distributed.tensor import Shard
 
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Conv2d(3, 4, 5, stride=2, padding=2), nn.Tanh(), nn.Conv2d(4, 2, 3, padding=1)).double()
+    plain = nn.Sequential(nn.Conv2d(3, 4, 5, stride=2, padding=2), nn.ReLU(), nn.Conv2d(4, 2, 3, padding=1)).double()
     mesh = mesh_of((world,))
-    with own_cache(folder):
+    with compiler(folder):
         sharded = prepared(route, plain, mesh)
         compiled = torch.compile(sharded, fullgraph=True, backend="inductor")
         check_same(mesh, (Shard(3),), plain, images(21), compiled, params=pairs(plain, sharded))
@@ -216,7 +211,7 @@ def off_before_backward(world, compiled):
 
     x = images(14).requires_grad_()
     xs = shard(x, mesh, (Shard(3),)).requires_grad_()
-    with own_cache() if compiled else contextlib.nullcontext():
+    with compiler() if compiled else contextlib.nullcontext():
         with haloconv.rules():
             out = (torch.compile(function, fullgraph=True, backend=compiled) if compiled else function)(xs, ws)
         want = function(x, weight)
@@ -278,12 +273,12 @@ def inference(world, backend, route):
     from torch.distributed.tensor import Shard
 
     torch.manual_seed(0)
-    plain = Net().double().eval()
+    plain = nn.Sequential(nn.Conv2d(3, 4, 3, stride=2, padding=1), nn.ReLU(), nn.ConvTranspose2d(4, 2, 2, 2)).double().eval()
     mesh = mesh_of((world,))
     sharded = prepared(route, plain, mesh).eval()
-    with own_cache():
+    with compiler():
         call = torch.compile(sharded, fullgraph=True, backend=backend) if backend else sharded
-        for width in (24, 18):
+        for width in (24, 18) if backend != "inductor" else (24,):
             x = images(width)
             want = plain(x)
             with torch.inference_mode():
@@ -314,7 +309,7 @@ def second_gradient(world, backend, route):
         (grad,) = torch.autograd.grad((model(inputs) ** 2).sum(), inputs, create_graph=True)
         return (grad**2).sum()
 
-    with own_cache():
+    with compiler():
         call = torch.compile(sharded, fullgraph=True, backend=backend)
         try:
             got = penalty(call, xs)

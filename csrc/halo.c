@@ -25,14 +25,14 @@ static int64_t run_length(const hc_piece *pieces, int64_t count) {
 
 /* One buffer per peer that the pieces name. None at all for a tensor without elements: both sides see that. */
 static hc_code allocate(const hc_shape *shape, int64_t dim, const hc_piece *pieces, int64_t count,
-                        hc_messages *messages, hc_status *status) {
+                        bool receives, hc_messages *messages, hc_status *status) {
   HC_TRY(hc_messages_init(messages, count, status));
   for (int64_t i = 0, run = 0; i < count; i += run) {
     run = run_length(pieces + i, count - i);
     const int64_t payload = payload_bytes(shape, dim, pieces + i, run);
     if (payload > 0) {
       hc_message *message = &messages->items[messages->count];
-      HC_TRY(hc_tensor_bytes(hc_transport_header_bytes(shape) + payload, shape, &message->buffer, status));
+      HC_TRY(hc_transport_buffer(payload, receives, shape, &message->buffer, status));
       message->peer = pieces[i].peer;
       ++messages->count;
     }
@@ -111,8 +111,10 @@ hc_code hc_exchange_begin(AtenTensorHandle local, const hc_axis *axis, const hc_
   hc_route *route = &exchange->route;
   HC_TRY(hc_route_build(axis->size, axis->world, axis->rank, extents, axis->periodic, route, status));
   if (!route->silent) {
-    HC_TRY(allocate(&exchange->shape, axis->dim, route->sends, route->nsends, &exchange->sends, status));
-    HC_TRY(allocate(&exchange->shape, axis->dim, route->recvs, route->nrecvs, &exchange->recvs, status));
+    HC_TRY(
+        allocate(&exchange->shape, axis->dim, route->sends, route->nsends, false, &exchange->sends, status));
+    HC_TRY(
+        allocate(&exchange->shape, axis->dim, route->recvs, route->nrecvs, true, &exchange->recvs, status));
     HC_TRY(move(local, &exchange->shape, axis->dim, route->sends, route->nsends, false, route->owned.begin,
                 &exchange->sends, HC_PACK, status));
     HC_TRY(
@@ -215,8 +217,8 @@ hc_code hc_halo_reduce(AtenTensorHandle grad, const hc_axis *axis, const hc_inte
   HC_TRY(check_length(&exchange.shape, axis, extents[axis->rank], "extent", status));
   HC_TRY(hc_route_build(axis->size, axis->world, axis->rank, extents, axis->periodic, route, status));
   if (!route->silent) {
-    HC_TRY(allocate(&exchange.shape, axis->dim, route->recvs, route->nrecvs, &exchange.sends, status));
-    HC_TRY(allocate(&exchange.shape, axis->dim, route->sends, route->nsends, &exchange.recvs, status));
+    HC_TRY(allocate(&exchange.shape, axis->dim, route->recvs, route->nrecvs, false, &exchange.sends, status));
+    HC_TRY(allocate(&exchange.shape, axis->dim, route->sends, route->nsends, true, &exchange.recvs, status));
     HC_TRY(move(grad, &exchange.shape, axis->dim, route->recvs, route->nrecvs, true, 0, &exchange.sends,
                 HC_PACK, status));
     HC_TRY(hc_transport_post(axis->group, &exchange.sends, &exchange.recvs, op, &exchange.request, status));

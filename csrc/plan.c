@@ -186,7 +186,7 @@ hc_code hc_route_build(int64_t size, int64_t world, int64_t rank, const hc_inter
   route->owned = hc_shard(size, world, rank);
   route->extent = extents[rank];
   route->silent = true;
-  for (int64_t peer = 0; peer < world; ++peer) {
+  for (int64_t peer = 0; peer < world && world > 1; ++peer) { /* one rank alone wraps around onto itself */
     const hc_interval owned = hc_shard(size, world, peer), all = {0, size};
     const hc_interval inside = periodic ? extents[peer] : hc_intersect(extents[peer], all);
     if (hc_length(inside) > 0 && (inside.begin < owned.begin || inside.end > owned.end)) {

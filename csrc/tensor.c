@@ -37,12 +37,30 @@ int64_t hc_shape_numel(const hc_shape *shape) {
   return numel;
 }
 
+/* Whether the strides are those that hc_shape_set_strides gives, but for dimensions of size 1. */
+static bool is_dense(const hc_shape *shape, bool channels_last) {
+  hc_shape dense = *shape;
+  hc_shape_set_strides(&dense, channels_last);
+  for (int64_t dim = 0; dim < shape->ndim; ++dim) {
+    if (shape->sizes[dim] == 0) {
+      return false;
+    }
+    if (shape->sizes[dim] > 1 && shape->strides[dim] != dense.strides[dim]) {
+      return false;
+    }
+  }
+  return true;
+}
+
 bool hc_shape_is_channels_last(const hc_shape *shape) {
-  /* c10's rule: strides grow in the order C, W, H(, D), N; a size of 1 makes no difference except where it would
-   * leave NCHW and NHWC undistinguished. */
   if ((shape->ndim != 4 && shape->ndim != 5) || shape->strides[1] == 0) {
     return false;
   }
+  if (is_dense(shape, true) != is_dense(shape, false)) {
+    return is_dense(shape, true);
+  }
+  /* Neither, or both: c10's rule. Strides grow in the order C, W, H(, D), N; a size of 1 makes no difference except
+   * where it would leave NCHW and NHWC undistinguished. */
   int64_t least = 0;
   for (int64_t step = 0; step < shape->ndim; ++step) {
     const int64_t dim = step == 0 ? 1 : step == shape->ndim - 1 ? 0 : shape->ndim - step;
@@ -310,6 +328,13 @@ hc_code hc_tensor_convolution_backward(AtenTensorHandle grad_output, AtenTensorH
   HC_TRY_TORCH(status, function.call(grad_output, input, weight, NULL, 0, params->stride, n, params->padding,
                                      n, params->dilation, n, params->transposed, params->output_padding, n,
                                      params->groups, mask, 3, grad_input, grad_weight, &no_bias));
+  /* What wasn't asked for comes back as a handle of an undefined tensor. */
+  if (!need_input) {
+    hc_tensor_free(grad_input);
+  }
+  if (!need_weight) {
+    hc_tensor_free(grad_weight);
+  }
 done:
   hc_tensor_free(&no_bias);
   return status->code;

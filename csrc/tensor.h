@@ -4,9 +4,9 @@
  * accepts NULL and sets NULL. Functions borrow the handles they are given. Shapes are read once into an
  * hc_shape, since each accessor is a call into libtorch.
  *
- * Memory format: only two are told apart, contiguous and channels_last (channels_last_3d in five dimensions),
- * by torch's own reading of the strides (suggest_memory_format). The Python fake kernels do the same, so that a
- * traced program sees the strides it will meet.
+ * Memory format: only two are told apart, contiguous and channels_last (channels_last_3d in five dimensions). A tensor
+ * that is dense in just one of them has that one; otherwise torch's reading of the strides decides
+ * (suggest_memory_format). python/haloconv/_ops.py does the same, so that a traced program sees the strides it will meet.
  */
 #ifndef HC_TENSOR_H
 #define HC_TENSOR_H

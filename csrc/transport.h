@@ -7,7 +7,9 @@
  * itself (that costs no message): the sequence number is how a message that is out of step, or one that reports
  * an error of its sender, is told from the one that is expected.
  *
- * On the CPU each buffer starts with HC_HEADER_BYTES that belong to the transport.
+ * On the CPU each buffer starts with HC_HEADER_BYTES that belong to the transport, and travels in chunks, each received
+ * into room for a whole one: gloo ends the process when a message is larger than the buffer that waits for it, while
+ * a header that says so can be answered with an error.
  *
  * There is one implementation as yet, over torch's own process groups (transport_c10d.c).
  */
@@ -17,7 +19,7 @@
 #include "status.h"
 #include "tensor.h"
 
-enum { HC_HEADER_BYTES = 16 };
+enum { HC_HEADER_BYTES = 16, HC_CHUNK_BYTES = 1 << 20 };
 
 typedef struct hc_message {
   int64_t peer;
@@ -40,6 +42,10 @@ void hc_messages_free(hc_messages *messages);
 
 /* Bytes that the transport keeps for itself at the front of a buffer on the device of `shape`. */
 int64_t hc_transport_header_bytes(const hc_shape *shape);
+
+/* A buffer for one message, its header included, on the device of `like`. */
+hc_code hc_transport_buffer(int64_t payload_bytes, bool receives, const hc_shape *like, AtenTensorHandle *out,
+                            hc_status *status);
 
 /* Starts the exchange, receives before sends. `op` names the operation, for the statistics. The transport keeps its
  * own references to the buffers until it is through with them. */

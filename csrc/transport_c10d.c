@@ -6,6 +6,7 @@
  */
 #include <stdlib.h>
 
+#include "shard.h"
 #include "stable.h"
 #include "transport.h"
 
@@ -29,6 +30,19 @@ void hc_messages_free(hc_messages *messages) {
 
 int64_t hc_transport_header_bytes(const hc_shape *shape) {
   return hc_shape_on_cpu(shape) ? HC_HEADER_BYTES : 0;
+}
+
+hc_code hc_transport_buffer(int64_t payload_bytes, bool receives, const hc_shape *like, AtenTensorHandle *out,
+                            hc_status *status) {
+  AtenTensorHandle room = NULL;
+  const int64_t size = hc_transport_header_bytes(like) + payload_bytes, stride = 1;
+  const bool spare = receives && hc_shape_on_cpu(like);
+  const int64_t capacity = spare ? hc_ceil_div(size, HC_CHUNK_BYTES) * HC_CHUNK_BYTES : size;
+  HC_TRY(hc_tensor_bytes(capacity, like, &room, status));
+  HC_TRY_TORCH(status, aoti_torch__reinterpret_tensor(room, 1, &size, &stride, 0, out));
+done:
+  hc_tensor_free(&room);
+  return status->code;
 }
 
 /* The buffers as Tensor[] and the peers as int[]. */

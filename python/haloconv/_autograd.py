@@ -95,7 +95,7 @@ def _traceable_convolution(x, weight, bias, window):
         *_convolution.op_arguments(window, layout, x.shape),
     )
     shape = torch.Size(_convolution.global_out_shape(x.shape, weight.shape, window))
-    strides = strides_of(shape, _convolution.is_channels_last(x))
+    strides = strides_of(shape, _ops.is_channels_last(x))
     return DTensor.from_local(local, mesh, layout.out, run_check=False, shape=shape, stride=strides)
 
 

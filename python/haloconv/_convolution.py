@@ -20,6 +20,7 @@ import torch
 from . import _ops, _transport
 from ._check import on_rank
 from ._dtensor import DTensor, Partial, Replicate, Shard, is_exactly_shard, local_of, wrap, wrap_like
+from ._mesh import check_mesh
 
 
 class Window(typing.NamedTuple):
@@ -182,8 +183,6 @@ def layout_of(mesh, x_placements, weight_placements, window, x_shape):
             groups //= mesh.size(mesh_dim)
     spatial = sorted((dim, mesh_dim) for dim, mesh_dim in sharded.items() if dim >= 2)
     coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        raise ValueError(f"mesh is {mesh}, expected one that this process is part of{on_rank()}")
     return Layout(
         roles=roles,
         out=tuple(out),
@@ -250,19 +249,15 @@ def reduced(placements):
     return [Replicate() if isinstance(placement, Partial) else placement for placement in placements]
 
 
-def is_channels_last(dtensor):
-    return _ops.suggest_memory_format(dtensor) != torch.contiguous_format
-
-
 def groups_of(x):
     """Names of the groups that an error in an operation on `x` has to reach."""
-    if torch._guards.detect_fake_mode(local_of(x)) is not None:
+    if torch._guards.detect_fake_mode(local_of(x)) is not None:  # tracing: nothing is sent
         return ()
-    mesh = x.device_mesh
+    mesh = check_mesh(x.device_mesh)
     return [
         mesh.get_group(mesh_dim).group_name
         for mesh_dim, placement in enumerate(x.placements)
-        if isinstance(placement, Shard) and mesh.size(mesh_dim) > 1 and mesh.get_coordinate() is not None
+        if isinstance(placement, Shard) and mesh.size(mesh_dim) > 1
     ]
 
 
@@ -295,7 +290,7 @@ def forward(x, weight, bias, window):
         *op_arguments(window, layout, x.shape),
     )
     shape = global_out_shape(x.shape, weight.shape, window)
-    return wrap(local, x.device_mesh, layout.out, shape, is_channels_last(x))
+    return wrap(local, x.device_mesh, layout.out, shape, _ops.is_channels_last(x))
 
 
 def backward(grad_output, x, weight, window, need_input, need_weight, need_bias):

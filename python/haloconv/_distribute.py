@@ -2,20 +2,11 @@
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from . import _ops, _transport
 from ._check import as_int, on_rank
-from ._dtensor import DTensor, Replicate, Shard
-
-
-def check_mesh(mesh):
-    """A DeviceMesh that this process is part of."""
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh is {mesh!r}, expected a torch.distributed.DeviceMesh{on_rank()}")
-    if mesh.get_coordinate() is None:
-        raise ValueError(f"mesh is {mesh}, expected one that this process is part of{on_rank()}")
-    return mesh
+from ._dtensor import DTensor, Replicate, Shard, strides_of, wrap
+from ._mesh import check_mesh
 
 
 def as_dims(dim, mesh, ndim):
@@ -62,8 +53,30 @@ def distribute(tensor, mesh, dim=-1):
         raise TypeError(f"tensor is a {type(tensor).__name__}, expected a plain torch.Tensor{on_rank()}")
     placements = placements_of(dim, mesh, tensor.dim())
     tensor = tensor.to(mesh.device_type) if tensor.device.type != mesh.device_type else tensor
-    whole = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return whole.redistribute(placements=placements)
+    if torch.compiler.is_compiling():
+        whole = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return whole.redistribute(placements=placements)
+    return _Distribute.apply(tensor, mesh, placements)
+
+
+class _Distribute(torch.autograd.Function):
+    """Like a redistribution from Replicate, which need not keep the memory format, though."""
+
+    @staticmethod
+    def forward(ctx, tensor, mesh, placements):
+        local = tensor
+        for mesh_dim, placement in enumerate(placements):
+            size, world = tensor.shape[placement.dim], mesh.size(mesh_dim)
+            begin, end = _ops.shard_bounds(size, world, mesh.get_coordinate()[mesh_dim])
+            local = local.narrow(placement.dim, begin, end - begin)
+        channels_last = _ops.is_channels_last(tensor)
+        strides = strides_of(local.shape, channels_last)
+        copy = torch.empty_strided(local.shape, strides, dtype=tensor.dtype, device=tensor.device)
+        return wrap(copy.copy_(local), mesh, placements, tensor.shape, channels_last)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.full_tensor(), None, None
 
 
 def shard_range(size, mesh):

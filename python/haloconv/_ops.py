@@ -49,9 +49,20 @@ def _extent_length(size, window, transposed, periodic, rank, world):
     return torch.sym_min(length, 1) * ((length - 1) * stride + dilation * (kernel - 1) + 1)
 
 
+def is_channels_last(tensor):
+    """Whether a tensor counts as channels_last (or channels_last_3d), as csrc/tensor.c has it."""
+    form = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+    if form is None:
+        return False
+    dense = tensor.is_contiguous(memory_format=form)
+    if dense != tensor.is_contiguous():
+        return dense
+    return suggest_memory_format(tensor) != torch.contiguous_format
+
+
 def _new_like(tensor, sizes, format_of):
     """Uninitialised, with the strides that csrc/tensor.c gives: the memory format is that of `format_of`."""
-    if suggest_memory_format(format_of) == torch.contiguous_format:
+    if not is_channels_last(format_of):
         return tensor.new_empty(sizes)
     channels, *spatial = sizes[1:]
     return tensor.new_empty([sizes[0], *spatial, channels]).movedim(-1, 1)
@@ -80,6 +91,12 @@ def _save_all_but(*left_out):
         ctx.rest = tuple(value for index, value in enumerate(inputs) if index not in left_out)
 
     return setup_context
+
+
+def _no_gradients(arguments):
+    """One entry for each argument that has no gradient. torch takes any empty list for a Tensor[]
+    in an op that has one."""
+    return [[] if isinstance(value, (list, tuple)) and len(value) == 0 else None for value in arguments]
 
 
 def _halo_exchange_backward(ctx, grad):
@@ -178,7 +195,7 @@ def _convolution_backward(ctx, grad):
         grads[0] if need_input else None,
         grads[1] if need_weight else None,
         [grads[2] if need_bias else None] if ctx.has_bias else [],
-        *[None] * len(ctx.rest),
+        *_no_gradients(ctx.rest),
     )
 
 

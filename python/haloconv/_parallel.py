@@ -8,9 +8,10 @@ from torch.utils._pytree import tree_map_only
 
 from . import _dtensor, _rules, nn
 from ._check import as_int, on_rank
-from ._distribute import check_mesh, distribute, gather
+from ._distribute import distribute, gather
 from ._dtensor import DTensor, Replicate
 from ._gradients import GradientReducer
+from ._mesh import check_mesh
 
 _MARK = "_haloconv"  # on the parallelized module: its _Parallel
 _WAS = "_haloconv_was"  # on a swapped layer: the class it had

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
 
-HEADER_BYTES = 16  # HC_HEADER_BYTES in csrc/transport.h
+HEADER_BYTES, CHUNK_BYTES = 16, 1 << 20  # HC_HEADER_BYTES and HC_CHUNK_BYTES in csrc/transport.h
 _REPORT = -1  # in place of an exchange's number
 _FIRST_TAG = 0x48430000  # keeps haloconv's messages apart from a user's own send and recv on the same group
 _MAX_REPORTS = 16  # per peer
@@ -76,18 +76,27 @@ class _Channel:
     def tag(self):
         return _FIRST_TAG + self.epoch
 
+    def hold(self, peer, exchange, work, buffer):
+        """Keeps a send alive until its receiver has it."""
+        self.sends[peer].append((self.epoch, exchange, work, buffer))
+        while len(self.sends[peer]) > _MAX_UNPROVEN_SENDS:
+            self._drop_first_send(peer)
+
     def release(self, peer, epoch, exchange):
         """Forgets the sends that `peer` must have received, since its message of (epoch, exchange) is here."""
         reports, sends = self.reports[peer], self.sends[peer]
         while reports and reports[0][0] < epoch:
             reports.popleft()
-        while sends and (sends[0][:2] < (epoch, exchange) or len(sends) > _MAX_UNPROVEN_SENDS):
-            sent_epoch, _, work, _ = sends.popleft()
-            if sent_epoch == epoch:  # of an epoch that has ended nobody may want it any more
-                work.wait()
+        while sends and sends[0][:2] < (epoch, exchange):
+            self._drop_first_send(peer)
+
+    def _drop_first_send(self, peer):
+        epoch, _, work, _ = self.sends[peer].popleft()
+        if epoch == self.epoch:  # of an epoch that has ended nobody may want it any more
+            work.wait()
 
 
-_Ticket = collections.namedtuple("_Ticket", "channel epoch exchange op works recvs peers buffers")
+_Ticket = collections.namedtuple("_Ticket", "channel epoch exchange op checked works recvs peers sends")
 
 statistics = _Statistics()
 _channels = weakref.WeakKeyDictionary()
@@ -108,6 +117,19 @@ def _header(buffer):
     return (ctypes.c_int64 * 2).from_address(buffer.data_ptr())
 
 
+def _chunks(buffer, cut, receives=False):
+    """The pieces in which a buffer travels; for a receive each has room for a whole chunk (csrc/transport.h)."""
+    if not cut:
+        return [buffer]
+    size = buffer.numel()
+    if receives:
+        buffer = buffer.as_strided((buffer.untyped_storage().nbytes(),), (1,))
+    return [
+        buffer[begin : begin + CHUNK_BYTES] if receives else buffer[begin : min(begin + CHUNK_BYTES, size)]
+        for begin in range(0, size, CHUNK_BYTES)
+    ]
+
+
 def _post(send, to, recv, source, group_name, op):
     started = time.perf_counter()
     with _lock:
@@ -117,21 +139,23 @@ def _post(send, to, recv, source, group_name, op):
         if on_cpu:
             for buffer in send:
                 _header(buffer)[:] = (exchange, buffer.numel())
-        transfers = [(dist.irecv, recv, source), (dist.isend, send, to)]
+        receives = [
+            (chunk, peer) for b, peer in zip(recv, source) for chunk in _chunks(b, on_cpu, receives=True)
+        ]
+        sends = [(chunk, peer) for b, peer in zip(send, to) for chunk in _chunks(b, on_cpu)]
+        transfers = [(dist.irecv, *item) for item in receives] + [(dist.isend, *item) for item in sends]
         operations = [
-            dist.P2POp(function, buffer, group=channel.group, group_peer=peer, tag=channel.tag)
-            for function, buffers, peers in transfers
-            for buffer, peer in zip(buffers, peers)
+            dist.P2POp(function, chunk, group=channel.group, group_peer=peer, tag=channel.tag)
+            for function, chunk, peer in transfers
         ]
         # gloo gives one work for each operation, NCCL one for all of them.
         works = dist.batch_isend_irecv(operations) if operations else []
         if on_cpu and len(works) == len(operations):
-            for work, buffer, peer in zip(works[len(recv) :], send, to):
-                channel.sends[peer].append((channel.epoch, exchange, work, buffer))
-            works = works[: len(recv)]
+            for work, (chunk, peer) in zip(works[len(receives) :], sends):
+                channel.hold(peer, exchange, work, chunk)
+            works = works[: len(receives)]
         ticket = next(_ticket_numbers)
-        checked = recv if on_cpu else []
-        _tickets[ticket] = _Ticket(channel, channel.epoch, exchange, op, works, checked, source, (send, recv))
+        _tickets[ticket] = _Ticket(channel, channel.epoch, exchange, op, on_cpu, works, recv, source, send)
         statistics.add(
             op,
             messages=len(send),
@@ -147,11 +171,16 @@ def _wait(ticket_number):
     with _lock:
         ticket = _tickets.pop(ticket_number)
     try:
-        for work in ticket.works:
+        works = iter(ticket.works)
+        if ticket.checked:
+            for buffer, peer in zip(ticket.recvs, ticket.peers):
+                next(works).wait()  # the first chunk says what follows
+                _check_header(ticket, buffer, peer)
+                for _ in range(CHUNK_BYTES, buffer.numel(), CHUNK_BYTES):
+                    next(works).wait()
+                ticket.channel.release(peer, ticket.epoch, ticket.exchange)
+        for work in works:
             work.wait()
-        for buffer, peer in zip(ticket.recvs, ticket.peers):
-            _check_header(ticket, buffer, peer)
-            ticket.channel.release(peer, ticket.epoch, ticket.exchange)
     except RuntimeError as error:
         raise RuntimeError(
             f"exchange {ticket.exchange} ({ticket.op}) with ranks {ticket.peers} of group "

@@ -10,8 +10,8 @@ import harness  # noqa: E402
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "core: what every supported torch release must pass (no timm, no torchvision)")
-    config.addinivalue_line("markers", "slow: not run by default by the short jobs; takes more than about 20 seconds")
+    config.addinivalue_line("markers", "core: what every supported torch must pass (no timm, no torchvision)")
+    config.addinivalue_line("markers", "slow: takes more than about 20 seconds")
 
 
 def pytest_report_header(config):
@@ -21,7 +21,8 @@ def pytest_report_header(config):
         import haloconv
     except ImportError as error:
         return f"haloconv: cannot be imported: {error}"
-    return f"haloconv {haloconv.__version__} from {os.path.relpath(os.path.dirname(haloconv.__file__))}, torch {torch.__version__}"
+    where = os.path.relpath(os.path.dirname(haloconv.__file__))
+    return f"haloconv {haloconv.__version__} from {where}, torch {torch.__version__}"
 
 
 def pytest_unconfigure(config):

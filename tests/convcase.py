@@ -1,7 +1,9 @@
-"""A sharded convolution as data, and the worker-side function that checks one against the unsplit convolution.
+"""A sharded convolution as data, and the worker-side function that checks one against the unsplit
+convolution.
 
-Used by the listed grids, the named cases and the random ones. A case says: the convolution, the input's sizes, the mesh and which
-tensor dim each mesh dim shards, and by which of the library's routes the sharded one is called.
+Used by the listed grids, the named cases and the random ones. A case says: the convolution, the input's
+sizes, the mesh and which tensor dim each mesh dim shards, and by which of the library's routes the sharded
+one is called.
 """
 
 import contextlib
@@ -33,7 +35,9 @@ class Case:
     output_padding: tuple = ()
     channels_last: bool = False
     route: str = "rules"
-    submesh: str | None = None  # name of the dim of a 2-D mesh (dims "a" and "b") to use alone: the other dim's groups are independent
+    submesh: str | None = (
+        None  # name of the dim of a 2-D mesh (dims "a" and "b") to use alone: the other dim's groups are independent
+    )
     seed: int = 0
 
     def __str__(self):
@@ -64,7 +68,16 @@ def grid(sizes, kernel, padding, stride, dilation, mesh, shards=None, **more):
         shards = tuple(range(2 + nd - len(mesh), 2 + nd))
     if more.get("transposed"):
         more["output_padding"] = spread(more.get("output_padding", 0))
-    return Case(tuple(sizes), spread(kernel), spread(stride), spread(padding), spread(dilation), mesh, tuple(shards), **more)
+    return Case(
+        tuple(sizes),
+        spread(kernel),
+        spread(stride),
+        spread(padding),
+        spread(dilation),
+        mesh,
+        tuple(shards),
+        **more,
+    )
 
 
 def seen_from_group(case):
@@ -82,7 +95,11 @@ def build(case, seed):
 
     nd = len(case.sizes)
     generator = torch.Generator().manual_seed(seed)
-    kinds = {1: (nn.Conv1d, nn.ConvTranspose1d), 2: (nn.Conv2d, nn.ConvTranspose2d), 3: (nn.Conv3d, nn.ConvTranspose3d)}
+    kinds = {
+        1: (nn.Conv1d, nn.ConvTranspose1d),
+        2: (nn.Conv2d, nn.ConvTranspose2d),
+        3: (nn.Conv3d, nn.ConvTranspose3d),
+    }
     options = dict(
         kernel_size=case.kernel,
         stride=case.stride,
@@ -110,12 +127,15 @@ def build(case, seed):
 def functional(case, x, weight, bias):
     nd = len(case.sizes)
     if case.transposed:
-        return CONV_T[nd](x, weight, bias, case.stride, case.padding, case.output_padding, case.groups, case.dilation)
+        return CONV_T[nd](
+            x, weight, bias, case.stride, case.padding, case.output_padding, case.groups, case.dilation
+        )
     return CONV[nd](x, weight, bias, case.stride, case.padding, case.dilation, case.groups)
 
 
 def check(case):
-    """On one rank: this case by its route against the unsplit layer. Returns True, or None where this rank isn't in the mesh."""
+    """On one rank: this case by its route against the unsplit layer. Returns True, or None where this rank
+    isn't in the mesh."""
     import copy
 
     import haloconv
@@ -129,7 +149,9 @@ def check(case):
     context = contextlib.nullcontext()
     if case.route == "rules":
         names = [name for name, _ in layer.named_parameters()]
-        sharded = {name: distribute_tensor(p.detach(), mesh).requires_grad_() for name, p in layer.named_parameters()}
+        sharded = {
+            name: distribute_tensor(p.detach(), mesh).requires_grad_() for name, p in layer.named_parameters()
+        }
         assert names == list(sharded)
         context = haloconv.rules()
 
@@ -138,7 +160,9 @@ def check(case):
 
     elif case.route == "parallelize":
         assert None not in case.shards
-        call = haloconv.parallelize(copy.deepcopy(layer), mesh, dim=case.shards if len(case.shards) > 1 else case.shards[0])
+        call = haloconv.parallelize(
+            copy.deepcopy(layer), mesh, dim=case.shards if len(case.shards) > 1 else case.shards[0]
+        )
         sharded = dict(call.named_parameters())
     else:
         kind = getattr(haloconv.nn, type(layer).__name__)
@@ -163,14 +187,18 @@ def check(case):
         got, xs = check_same(mesh, placements, layer, x, call, grad=grad, params=params)
     if case.route == "parallelize":
         for name, parameter in sharded.items():
-            assert_replicated(parameter.grad, dict(layer.named_parameters())[name].grad, f"reduced gradient of {name}")
+            assert_replicated(
+                parameter.grad, dict(layer.named_parameters())[name].grad, f"reduced gradient of {name}"
+            )
     form = {2: torch.channels_last, 3: torch.channels_last_3d}.get(len(case.sizes))
     local = xs.to_local()
     # where the format can be told at all: not with one channel or one pixel, nor without elements
     if case.channels_last and form and local.is_contiguous(memory_format=form) and not local.is_contiguous():
         for what, tensor in [("output", got.to_local()), ("input gradient", xs.grad.to_local())]:
             if tensor.numel():
-                assert tensor.is_contiguous(memory_format=form), f"{what}: local part {tensor.stride()} isn't {form}"
+                assert tensor.is_contiguous(memory_format=form), (
+                    f"{what}: local part {tensor.stride()} isn't {form}"
+                )
     return True
 
 
@@ -206,7 +234,11 @@ def marks(case):
     for position, dim in enumerate(case.shards):
         if dim is not None and dim >= 2:
             found |= reference.census(window(case, dim - 2), group_extent(case, position))
-        elif dim == 0 and case.batch and any(b == e for b, e in reference.shards(case.batch, group_extent(case, position))):
+        elif (
+            dim == 0
+            and case.batch
+            and any(b == e for b, e in reference.shards(case.batch, group_extent(case, position)))
+        ):
             found.add("empty shard")
     return found
 

@@ -1,19 +1,22 @@
-"""Runs a function on every rank of a gloo process group, in worker processes that live as long as the test session.
+"""Runs a function on every rank of a gloo process group, in worker processes that live as long as the test
+session.
 
-`run_ranks(world, fn, *args)` calls the module-level function `fn(*args)` on ranks 0..world-1 at once and returns the list of
-what they returned. The workers of a world size are forked once, from a server that has imported torch, and reused; each has
-one thread and talks over loopback only. What goes wrong in a case is always a failure that names the case, never a stuck run:
+`run_ranks(world, fn, *args)` calls the module-level function `fn(*args)` on ranks 0..world-1 at once and
+returns the list of what they returned. The workers of a world size are forked once, from a server that has
+imported torch, and reused; each has one thread and talks over loopback only. What goes wrong in a case is
+always a failure that names the case, never a stuck run:
 
-- a rank that raises: `RankFailure` with every rank's traceback; the pool is thrown away, since messages may be on their way;
+- a rank that raises: `RankFailure` with every rank's traceback; the pool is thrown away, since messages may
+  be on their way;
 - a rank that dies: the same, with its exit code;
-- a rank that has not returned when the time is over (or `GRACE_S` after another rank raised): `RankFailure` with the Python
-  stack of every rank that is still running, then the pool is killed.
+- a rank that has not returned when the time is over (or `GRACE_S` after another rank raised): `RankFailure`
+  with the Python stack of every rank that is still running, then the pool is killed.
 
-`raises_on_every_rank` is for errors that are wanted: all ranks must raise, and afterwards the same processes must still be able to
-communicate.
+`raises_on_every_rank` is for errors that are wanted: all ranks must raise, and afterwards the same processes
+must still be able to communicate.
 
-On the workers, `mesh_of` caches device meshes and `check_same` is the one oracle: a function of full tensors against the same
-function of sharded ones.
+On the workers, `mesh_of` caches device meshes and `check_same` is the one oracle: a function of full tensors
+against the same function of sharded ones.
 """
 
 import atexit
@@ -35,7 +38,9 @@ import traceback
 HERE = os.path.dirname(os.path.abspath(__file__))
 SOURCE = os.path.join(os.path.dirname(HERE), "python")
 GRACE_S = float(os.environ.get("HALOCONV_GRACE_S", "15"))  # how long the other ranks get after one has raised
-TIMEOUT_FACTOR = float(os.environ.get("HALOCONV_TIMEOUT_FACTOR", "1"))  # of every case's limit: more for sanitizers
+TIMEOUT_FACTOR = float(
+    os.environ.get("HALOCONV_TIMEOUT_FACTOR", "1")
+)  # of every case's limit: more for sanitizers
 GROUP_TIMEOUT_S = 120.0  # gloo's own limit, longer than a case's, so that ours reports first
 START_TIMEOUT_S = 120.0
 PRELOAD = [  # what the first DTensor operation would import in every worker, and what the test modules import
@@ -61,7 +66,8 @@ class RankFailure(AssertionError):
         self.errors = errors
 
 
-# ------------------------------------------------------------------------------------------------ the worker's side
+# ------------------------------------------------------------------------------------------------ the
+# worker's side
 
 
 def _worker_main(rank, world, conn, workdir, group_timeout_s, faults_path):
@@ -70,7 +76,7 @@ def _worker_main(rank, world, conn, workdir, group_timeout_s, faults_path):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     _die_with_parent()
-    log = open(faults_path, "w")
+    log = open(faults_path, "w")  # noqa: SIM115  open as long as the process lives
     faulthandler.enable(file=log)
     faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
     from datetime import timedelta
@@ -198,7 +204,11 @@ class Pool:
                 break
             sentinels = {self.processes[rank].sentinel: rank for rank in waiting}
             ready = multiprocessing.connection.wait([*waiting.values(), *sentinels], left)
-            for rank in [rank for rank, conn in waiting.items() if conn in ready or self.processes[rank].sentinel in ready]:
+            for rank in [
+                rank
+                for rank, conn in waiting.items()
+                if conn in ready or self.processes[rank].sentinel in ready
+            ]:
                 try:
                     if not waiting[rank].poll():
                         raise EOFError
@@ -268,7 +278,9 @@ def _server():
             paths[1] = os.path.dirname(os.path.dirname(sys.modules["haloconv"].__file__))
         os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of compiler processes per worker
+        os.environ.setdefault(
+            "TORCHINDUCTOR_COMPILE_THREADS", "1"
+        )  # no pool of compiler processes per worker
         cache = tempfile.mkdtemp(prefix="haloconv_tests_cache_")
         atexit.register(shutil.rmtree, cache, ignore_errors=True)
         os.environ["HALOCONV_TEST_CACHE"] = cache
@@ -300,22 +312,28 @@ def _name(fn, args):
 
 
 def run_ranks(world, fn, *args, timeout=60):
-    """Runs fn(*args) on each of `world` ranks; returns their results in rank order; anything else raises RankFailure."""
+    """Runs fn(*args) on each of `world` ranks; returns their results in rank order; anything else raises
+    RankFailure."""
     start = time.monotonic()
     replies, running = pool(world).run(fn, args, timeout * TIMEOUT_FACTOR)
     if not running and all(kind == "ok" for kind, _ in replies.values()):
         return [replies[rank][1] for rank in range(world)]
     took = time.monotonic() - start
-    text = _pools[world]._describe(f"{_name(fn, args)} on {world} ranks failed after {took:.1f} s", replies, running)
+    text = _pools[world]._describe(
+        f"{_name(fn, args)} on {world} ranks failed after {took:.1f} s", replies, running
+    )
     discard(world)
     raise RankFailure(text, {rank: value for rank, (kind, value) in replies.items() if kind != "ok"})
 
 
-def raises_on_every_rank(world, fn, *args, kinds=("ValueError", "TypeError"), match=None, timeout=30, usable=True):
-    """Every rank must raise one of `kinds` with a message that `match` (one pattern, or several that must all) finds.
+def raises_on_every_rank(
+    world, fn, *args, kinds=("ValueError", "TypeError"), match=None, timeout=30, usable=True
+):
+    """Every rank must raise one of `kinds` with a message that `match` (one pattern, or several that must
+    all) finds.
 
-    Returns the messages. usable: afterwards the same processes must be able to communicate, which shows that the error came
-    before anything was sent.
+    Returns the messages. usable: afterwards the same processes must be able to communicate, which shows that
+    the error came before anything was sent.
     """
     replies, running = pool(world).run(fn, args, timeout * TIMEOUT_FACTOR)
     try:
@@ -339,13 +357,15 @@ def raises_on_every_rank(world, fn, *args, kinds=("ValueError", "TypeError"), ma
     return messages
 
 
-# ------------------------------------------------------------------------------------------------ helpers on the workers
+# ------------------------------------------------------------------------------------------------ helpers on
+# the workers
 
 _meshes = {}
 
 
 def mesh_of(ranks, names=None):
-    """The device mesh of this nested list of global ranks (or, for a tuple, of this shape); made once per process.
+    """The device mesh of this nested list of global ranks (or, for a tuple, of this shape); made once per
+    process.
 
     Every rank of the world has to call it, also those that aren't in the mesh."""
     import torch
@@ -393,7 +413,11 @@ def keep_format(part, full):
 
     if full.dim() == 4 and full.is_contiguous(memory_format=torch.channels_last) and not full.is_contiguous():
         return part.clone(memory_format=torch.channels_last)
-    if full.dim() == 5 and full.is_contiguous(memory_format=torch.channels_last_3d) and not full.is_contiguous():
+    if (
+        full.dim() == 5
+        and full.is_contiguous(memory_format=torch.channels_last_3d)
+        and not full.is_contiguous()
+    ):
         return part.clone(memory_format=torch.channels_last_3d)
     return part.clone(memory_format=torch.contiguous_format)
 
@@ -403,22 +427,30 @@ def assert_shards(got, full, placements, what, rtol=RTOL, atol=ATOL):
     from torch.distributed.tensor import DTensor
 
     assert isinstance(got, DTensor), f"{what}: expected a DTensor, got {type(got).__name__}"
-    assert tuple(got.placements) == tuple(placements), f"{what}: placements {got.placements}, expected {tuple(placements)}"
-    assert tuple(got.shape) == tuple(full.shape), f"{what}: global shape {tuple(got.shape)}, expected {tuple(full.shape)}"
+    assert tuple(got.placements) == tuple(placements), (
+        f"{what}: placements {got.placements}, expected {tuple(placements)}"
+    )
+    assert tuple(got.shape) == tuple(full.shape), (
+        f"{what}: global shape {tuple(got.shape)}, expected {tuple(full.shape)}"
+    )
     local = got.to_local()
     assert_close(local, local_part(full, got.device_mesh, placements), what, rtol, atol)
 
 
 def assert_replicated(got, full, what, rtol=RTOL, atol=ATOL):
     """`got` is a Replicate DTensor and each rank holds all of `full`."""
-    assert all(p.is_replicate() for p in got.placements), f"{what}: placements {got.placements}, expected Replicate"
+    assert all(p.is_replicate() for p in got.placements), (
+        f"{what}: placements {got.placements}, expected Replicate"
+    )
     assert_close(got.to_local(), full, what, rtol, atol)
 
 
 def assert_close(got, want, what, rtol=RTOL, atol=ATOL):
     import torch
 
-    assert tuple(got.shape) == tuple(want.shape), f"{what}: shape {tuple(got.shape)}, expected {tuple(want.shape)}"
+    assert tuple(got.shape) == tuple(want.shape), (
+        f"{what}: shape {tuple(got.shape)}, expected {tuple(want.shape)}"
+    )
     assert got.dtype == want.dtype, f"{what}: dtype {got.dtype}, expected {want.dtype}"
     if not torch.allclose(got, want, rtol=rtol, atol=atol):
         difference = (got - want).abs()
@@ -434,12 +466,24 @@ def full(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def check_same(mesh, placements, module, x, sharded_call, *, out_placements=None, grad=None, check_input_grad=True, params=None):
-    """The oracle. `module(x)` unsplit against `sharded_call(x as a DTensor)`, in values, gradients and placements.
+def check_same(
+    mesh,
+    placements,
+    module,
+    x,
+    sharded_call,
+    *,
+    out_placements=None,
+    grad=None,
+    check_input_grad=True,
+    params=None,
+):
+    """The oracle. `module(x)` unsplit against `sharded_call(x as a DTensor)`, in values, gradients and
+    placements.
 
-    module: the unsplit module (or function), its parameters plain and equal on all ranks. params: {name: (plain, sharded)} of
-    parameters whose gradients are compared; for a sharded one any placement that reduces to the right value is right.
-    Returns the sharded output and the sharded input.
+    module: the unsplit module (or function), its parameters plain and equal on all ranks. params: {name:
+    (plain, sharded)} of parameters whose gradients are compared; for a sharded one any placement that reduces
+    to the right value is right. Returns the sharded output and the sharded input.
     """
     import torch
 

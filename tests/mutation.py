@@ -2,11 +2,13 @@
 
     python tests/mutation.py [--short] [--only NAME ...] [--list]
 
-Each mutant is a copy of the working tree in a temporary folder with one piece of text replaced, built there and tested there by the core
-of the suite in its short form. A mutant survives, and this script fails, when fewer than `ENOUGH` tests fail (or, for a mutant with its
-own number, fewer than that). It also fails when a mutant's text isn't in the source any more: then the mutant has to follow the source.
+Each mutant is a copy of the working tree in a temporary folder with one piece of text replaced, built there
+and tested there by the core of the suite in its short form. A mutant survives, and this script fails, when
+fewer than `ENOUGH` tests fail (or, for a mutant with its own number, fewer than that). It also fails when a
+mutant's text isn't in the source any more: then the mutant has to follow the source.
 
---short (or --quick): the three that every change of the rule must be safe against: a (k-1)/2 halo, global ranks, the last dim.
+--short (or --quick): the three that every change of the rule must be safe against: a (k-1)/2 halo, global
+ranks, the last dim.
 """
 
 import argparse
@@ -188,7 +190,11 @@ MUTANTS = [
 def copy_tree(target):
     """The files that git tracks or would track, as they are now."""
     names = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"], cwd=ROOT, check=True, capture_output=True, text=True
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
     ).stdout.split("\0")
     for name in filter(None, names):
         if (ROOT / name).is_file():
@@ -198,7 +204,11 @@ def copy_tree(target):
 
 def build(folder):
     return subprocess.run(
-        [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"], cwd=folder, capture_output=True, text=True, timeout=300
+        [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
 
 
@@ -224,7 +234,16 @@ def run_tests(folder, mutant, enough):
         HALOCONV_GRACE_S="3",
         HALOCONV_TIMEOUT_FACTOR="0.25",
     )
-    command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider", f"--maxfail={2 * enough}"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--tb=no",
+        "-p",
+        "no:cacheprovider",
+        f"--maxfail={2 * enough}",
+    ]
     command += ["--deselect", "tests/test_convolution_fuzz.py::test_census_of_the_random_windows"]
     if mutant and mutant.select:
         command += ["-k", mutant.select]
@@ -245,7 +264,9 @@ def run_tests(folder, mutant, enough):
     lines = text.splitlines()
     failed = len([line for line in lines if line.startswith(("FAILED ", "ERROR "))])
     if not failed and lines:  # killed before its summary: the progress dots
-        failed = sum(line.split("[")[0].count("F") for line in lines if re.fullmatch(r"[.FEsx]+( *\[ *\d+%\])?", line))
+        failed = sum(
+            line.split("[")[0].count("F") for line in lines if re.fullmatch(r"[.FEsx]+( *\[ *\d+%\])?", line)
+        )
     return failed, (lines or ["no output"])[-1], text
 
 
@@ -261,8 +282,8 @@ def try_mutant(mutant, keep):
         failed, last, text = run_tests(folder, mutant, mutant.enough)
     caught = failed >= mutant.enough
     print(
-        f"{'✓' if caught else '✗'} {mutant.name}: {mutant.what}: {failed} tests failed (at least {mutant.enough} must), "
-        f"{time.monotonic() - start:.0f} s",
+        f"{'✓' if caught else '✗'} {mutant.name}: {mutant.what}: {failed} tests failed "
+        f"(at least {mutant.enough} must), {time.monotonic() - start:.0f} s",
         flush=True,
     )
     if not caught:
@@ -274,12 +295,16 @@ def try_mutant(mutant, keep):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--short", "--quick", action="store_true", help="only the three most important mutants")
+    parser.add_argument(
+        "--short", "--quick", action="store_true", help="only the three most important mutants"
+    )
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only these")
     parser.add_argument("--list", action="store_true", help="print the mutants and end")
     parser.add_argument("--verbose", action="store_true", help="print pytest's output of survivors")
     options = parser.parse_args()
-    chosen = [m for m in MUTANTS if (not options.short or m.short) and (not options.only or m.name in options.only)]
+    chosen = [
+        m for m in MUTANTS if (not options.short or m.short) and (not options.only or m.name in options.only)
+    ]
     if options.list:
         for mutant in chosen:
             print(f"{mutant.name}: {mutant.what} ({mutant.file})")

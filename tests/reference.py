@@ -1,7 +1,8 @@
-"""What the plan must say, in plain Python, from the definition of the operations and not from the plan's formulas.
+"""What the plan must say, in plain Python, from the definition of the operations and not from the plan's
+formulas.
 
-A window operation of one dimension is a set of triples (output index, tap, input index). Everything here is enumerated: slow,
-and hard to get wrong.
+A window operation of one dimension is a set of triples (output index, tap, input index). Everything here is
+enumerated: slow, and hard to get wrong.
 """
 
 import random
@@ -43,8 +44,8 @@ def shards(size, world):
 
 
 def out_size(w):
-    """Counts the outputs: forward, window positions that fit into the padded input; transposed, torch's documented formula
-    as the extent of everything that is touched, less padding, plus output padding."""
+    """Counts the outputs: forward, window positions that fit into the padded input; transposed, torch's
+    documented formula as the extent of everything that is touched, less padding, plus output padding."""
     if not w.transposed:
         padded = w.size + w.pad[0] + w.pad[1]
         count = 0
@@ -56,7 +57,8 @@ def out_size(w):
 
 
 def taps(w):
-    """All (output, tap, input) with an input that exists. Forward and periodic: the input index is taken modulo the size."""
+    """All (output, tap, input) with an input that exists. Forward and periodic: the input index is taken
+    modulo the size."""
     n, triples = out_size(w), []
     if w.transposed:
         for i in range(w.size):
@@ -134,7 +136,9 @@ def census(w, world):
     return marks
 
 
-def random_window(rng, *, transposed=None, biggest=14, torch_padding=False, periodic=False, want=None, world=None):
+def random_window(
+    rng, *, transposed=None, biggest=14, torch_padding=False, periodic=False, want=None, world=None
+):
     """A random window with at least one output; `want` names a census mark it must have on `world` ranks."""
     for _ in range(4000):
         is_transposed = rng.random() < 0.3 if transposed is None else transposed

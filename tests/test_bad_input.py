@@ -1,7 +1,8 @@
-"""What doesn't fit is refused on every rank, before anything is sent, by a message that names argument, value, expectation and rank.
+"""What doesn't fit is refused on every rank, before anything is sent, by a message that names argument,
+value, expectation and rank.
 
-`raises_on_every_rank` also checks that the same processes can communicate afterwards. The last tests are about one rank alone being
-wrong, or dying: the others must notice within seconds.
+`raises_on_every_rank` also checks that the same processes can communicate afterwards. The last tests are
+about one rank alone being wrong, or dying: the others must notice within seconds.
 """
 
 import os
@@ -47,10 +48,18 @@ def convolve(
     x = shard(torch.ones(x_shape).to(x_dtype), mesh, (Shard(dim),))
     other = mesh_of(w_mesh) if w_mesh else mesh
     places = (Replicate(),) * other.ndim if w_shard is None else (Shard(w_shard),)
-    weight = DTensor.from_local(torch.ones(w_shape, device=w_device).to(w_dtype), other, places, run_check=False)
+    weight = DTensor.from_local(
+        torch.ones(w_shape, device=w_device).to(w_dtype), other, places, run_check=False
+    )
     if w_plain:
         weight = weight.to_local()
-    bias = None if b_shape is None else DTensor.from_local(torch.ones(b_shape).to(b_dtype), other, (Replicate(),) * other.ndim, run_check=False)
+    bias = (
+        None
+        if b_shape is None
+        else DTensor.from_local(
+            torch.ones(b_shape).to(b_dtype), other, (Replicate(),) * other.ndim, run_check=False
+        )
+    )
     if w_plain:
         bias = None
     nd = len(w_shape) - 2
@@ -76,7 +85,11 @@ ARGUMENTS = [
     ("padding negative", ["padding", "-1"], dict(padding=-1)),
     ("padding negative on the other dim", ["padding", "-1"], dict(padding=(-1, 1))),
     ("groups don't divide the input's channels", ["groups", "3"], dict(groups=3)),
-    ("groups don't divide the output's channels", ["groups", "2"], dict(groups=2, w_shape=(3, 2, 3, 3), b_shape=(3,))),
+    (
+        "groups don't divide the output's channels",
+        ["groups", "2"],
+        dict(groups=2, w_shape=(3, 2, 3, 3), b_shape=(3,)),
+    ),
     ("groups zero", ["groups", "0"], dict(groups=0)),
     ("channels don't fit", ["(?i)channel|weight", "5"], dict(w_shape=(4, 5, 3, 3))),
     ("bias doesn't fit", ["bias", "7"], dict(b_shape=(7,))),
@@ -86,12 +99,24 @@ ARGUMENTS = [
     ("kernel of size zero", ["(?i)kernel|weight", "0"], dict(w_shape=(4, 4, 3, 0))),
     ("weight and input of different dtypes", ["(?i)dtype|type", "float32"], dict(w_dtype=torch.float32)),
     ("bias of another dtype", ["(?i)dtype|type", "float"], dict(b_dtype=torch.float32)),
-    ("integers", ["(?i)dtype|type|float", "int64"], dict(x_dtype=torch.int64, w_dtype=torch.int64, b_dtype=torch.int64)),
-    ("bool", ["(?i)dtype|type|float", "bool"], dict(x_dtype=torch.bool, w_dtype=torch.bool, b_dtype=torch.bool)),
+    (
+        "integers",
+        ["(?i)dtype|type|float", "int64"],
+        dict(x_dtype=torch.int64, w_dtype=torch.int64, b_dtype=torch.int64),
+    ),
+    (
+        "bool",
+        ["(?i)dtype|type|float", "bool"],
+        dict(x_dtype=torch.bool, w_dtype=torch.bool, b_dtype=torch.bool),
+    ),
     ("weight on another mesh", ["(?i)mesh"], dict(w_mesh=(1, 2))),
     ("output_padding too large", ["output_padding", "2"], dict(transposed=True, stride=2, output_padding=2)),
     ("output_padding negative", ["output_padding", "-1"], dict(transposed=True, stride=2, output_padding=-1)),
-    ("transposed, channels don't fit", ["(?i)channel|weight", "5"], dict(transposed=True, w_shape=(5, 4, 3, 3))),
+    (
+        "transposed, channels don't fit",
+        ["(?i)channel|weight", "5"],
+        dict(transposed=True, w_shape=(5, 4, 3, 3)),
+    ),
     ("transposed, no output left", ["(?i)padding|output|size"], dict(transposed=True, padding=40)),
     ("stride has too many numbers", ["stride"], dict(stride=(1, 1, 1))),
     ("padding has too few numbers", ["padding"], dict(padding=(1, 1, 1))),
@@ -99,7 +124,9 @@ ARGUMENTS = [
 
 
 @pytest.mark.parametrize("route", ["rules", "layer"])
-@pytest.mark.parametrize("patterns, arguments", [case[1:] for case in ARGUMENTS], ids=[case[0] for case in ARGUMENTS])
+@pytest.mark.parametrize(
+    "patterns, arguments", [case[1:] for case in ARGUMENTS], ids=[case[0] for case in ARGUMENTS]
+)
 def test_argument_is_named(patterns, arguments, route):
     """Fails when a wrong argument is accepted, or refused without its name, its value and the rank."""
     if route == "rules" and "b_dtype" in arguments:
@@ -128,7 +155,12 @@ def wrong_local(mode):
     rank = dist.get_rank()
     width = {"uneven": (4, 6)[rank], "both too wide": 6, "both too narrow": 3}[mode]
     x = DTensor.from_local(
-        torch.ones(1, 2, 4, width), mesh, [Shard(3)], run_check=False, shape=torch.Size((1, 2, 4, 10)), stride=(80, 40, 10, 1)
+        torch.ones(1, 2, 4, width),
+        mesh,
+        [Shard(3)],
+        run_check=False,
+        shape=torch.Size((1, 2, 4, 10)),
+        stride=(80, 40, 10, 1),
     )
     weight = DTensor.from_local(torch.ones(2, 2, 3, 3), mesh, [Replicate()], run_check=False)
     with haloconv.rules():
@@ -169,7 +201,9 @@ def call_public(which):
         "parallelize: dim type": lambda: haloconv.parallelize(nn.Conv2d(3, 3, 3), mesh, dim=1.5),
         "unparallelize: plain module": lambda: haloconv.unparallelize("model"),
         "full_state_dict: type": lambda: haloconv.full_state_dict(3),
-        "Conv2d: input on another mesh": lambda: haloconv.parallelize(nn.Conv2d(3, 3, 3), mesh)(haloconv.distribute(x, grid, dim=(2, 3))),
+        "Conv2d: input on another mesh": lambda: haloconv.parallelize(nn.Conv2d(3, 3, 3), mesh)(
+            haloconv.distribute(x, grid, dim=(2, 3))
+        ),
     }
     if which is None:
         return list(calls)
@@ -232,7 +266,8 @@ def test_dead_group():
     raises_on_every_rank(2, groups, "dead", kinds=KINDS, match=["(?i)group"])
 
 
-# ------------------------------------------------------------------------------------------------ one rank alone (case 15)
+# ------------------------------------------------------------------------------------------------ one rank
+# alone (case 15)
 
 
 def one_bad_rank(how, bad):
@@ -253,7 +288,12 @@ def one_bad_rank(how, bad):
     if mine and how == "dtype":
         dtype = torch.float64
     x = DTensor.from_local(
-        torch.ones(shape, dtype=dtype), mesh, [Shard(3)], run_check=False, shape=torch.Size((1, 2, 4, 5 * world)), stride=(40 * world, 20 * world, 5 * world, 1)
+        torch.ones(shape, dtype=dtype),
+        mesh,
+        [Shard(3)],
+        run_check=False,
+        shape=torch.Size((1, 2, 4, 5 * world)),
+        stride=(40 * world, 20 * world, 5 * world, 1),
     )
     weight = DTensor.from_local(torch.ones(2, 2, 3, 3), mesh, [Replicate()], run_check=False)
     start = time.monotonic()
@@ -271,7 +311,9 @@ def one_bad_rank(how, bad):
 @pytest.mark.parametrize("how", ["width", "channels", "batch", "dtype"])
 def test_case_15_one_bad_rank_is_every_ranks_error(how, world, bad):
     """Fails when one rank raises and the others wait until the process group gives up."""
-    messages = raises_on_every_rank(world, one_bad_rank, how, bad, kinds=KINDS, timeout=SECONDS + 15, usable=False)
+    messages = raises_on_every_rank(
+        world, one_bad_rank, how, bad, kinds=KINDS, timeout=SECONDS + 15, usable=False
+    )
     assert "rank" in messages[bad]
 
 

@@ -1,6 +1,8 @@
-"""One named test for each fault that people have reported of systems like this one, by its number in the project's list.
+"""One named test for each fault that people have reported of systems like this one, by its number in the
+project's list.
 
-Each docstring says what a failure means. Values are float64 and equal to the unsplit computation at 1e-9 unless a test says why not.
+Each docstring says what a failure means. Values are float64 and equal to the unsplit computation at 1e-9
+unless a test says why not.
 """
 
 import gc
@@ -68,12 +70,14 @@ def pairs(plain, sharded):
 
 @pytest.mark.parametrize("world, width", [(1, 32), (2, 64), (3, 64), (4, 64), (4, 32)])
 def test_case_01_every_parameter_before_a_padded_conv_gets_its_gradient(world, width):
-    """Fails when layers before a padded convolution get no gradient, or a wrong one: training is silently wrong."""
+    """Fails when layers before a padded convolution get no gradient, or a wrong one: training is silently
+    wrong."""
     run_ranks(world, block_gradients, world, width, 3)
 
 
 def torch_alone():
-    """What torch's DTensor does with a padded width-sharded convolution: (largest error, placements, input gradient is None)."""
+    """What torch's DTensor does with a padded width-sharded convolution: (largest error, placements, input
+    gradient is None)."""
     import haloconv
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -97,11 +101,14 @@ def torch_alone():
 
 
 def test_case_01_torch_alone_is_wrong():
-    """Fails when torch has fixed its own sharded convolution (good news: the README's claim then needs its release)."""
+    """Fails when torch has fixed its own sharded convolution (good news: the README's claim then needs its
+    release)."""
     release = torch.__version__.split("+")[0]
     if release in ("2.13.0", "2.14.1"):
         results = run_ranks(2, torch_alone)
-        assert all(error > 0.01 for error, _, _ in results), f"torch {release} gave the right output: {results}"
+        assert all(error > 0.01 for error, _, _ in results), (
+            f"torch {release} gave the right output: {results}"
+        )
     elif release.startswith("2.11."):
         results = run_ranks(2, torch_alone)
         assert all(lost for _, _, lost in results), f"torch {release} gave an input gradient: {results}"
@@ -141,8 +148,8 @@ def out_of_order(ranks):
 
 @pytest.mark.parametrize("ranks", [[3, 1], [1, 0], [2, 0, 1]], ids=str)
 def test_case_03_mesh_out_of_order(ranks):
-    """Fails when a mesh whose ranks don't ascend, so that a rank's place on the mesh isn't its place in the group, is neither right nor
-    refused by name."""
+    """Fails when a mesh whose ranks don't ascend, so that a rank's place on the mesh isn't its place in the
+    group, is neither right nor refused by name."""
     assert len(set(run_ranks(max(ranks) + 1, out_of_order, ranks)) - {None}) == 1
 
 
@@ -170,7 +177,8 @@ def data_parallel_and_spatial(layout):
 
 @pytest.mark.parametrize("layout", [[[0, 1], [2, 3]], [[0, 2], [1, 3]]], ids=str)
 def test_case_03_data_parallel_times_spatial(layout):
-    """Fails when the spatial groups of a 2-D mesh disturb each other, or reduce gradients over the wrong ranks."""
+    """Fails when the spatial groups of a 2-D mesh disturb each other, or reduce gradients over the wrong
+    ranks."""
     run_ranks(4, data_parallel_and_spatial, layout)
 
 
@@ -180,7 +188,8 @@ def test_case_03_data_parallel_times_spatial(layout):
 @pytest.mark.parametrize("k, s, p", [(3, 2, 1), (7, 2, 3), (3, 1, 0), (5, 1, 1), (4, 1, 1), (4, 1, 2)])
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_case_04_halo_is_not_half_the_kernel(k, s, p, world):
-    """Fails when the halo is taken as (k-1)/2 or (k-s)/2 whatever the stride, the padding and the shard's start."""
+    """Fails when the halo is taken as (k-1)/2 or (k-s)/2 whatever the stride, the padding and the shard's
+    start."""
     for size in (16, 17, 24):
         run(grid((3, size), (3, k), (1, p), (1, s), 1, (world,), W))
 
@@ -241,7 +250,8 @@ def labels(world):
             assert_shards(out, F.conv2d(x, weight, padding=1), (placement,), "output")
             assert_close(out.full_tensor(), F.conv2d(x, weight, padding=1), "what the label says, gathered")
             (grad,) = torch.autograd.grad(out, ws, shard(torch.ones_like(x), mesh, (placement,)))
-            # whatever the gradient's label is, reducing it by the label gives the same right value on every rank
+            # whatever the gradient's label is, reducing it by the label gives the same right value on every
+            # rank
             reduced = grad.redistribute(placements=[Replicate()]).to_local()
             plain = weight.clone().requires_grad_()
             F.conv2d(x, plain, padding=1).sum().backward()
@@ -280,8 +290,8 @@ def circular(world, mode, kernel, dim):
 @pytest.mark.parametrize("mode", ["circular", "reflect", "replicate"])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_case_10_circular_padding(world, mode):
-    """Fails when, with two ranks, left and right neighbour (one peer) are mixed up; or when another padding mode pads the inner
-    edges. A mode may be refused, by its name, on every rank alike."""
+    """Fails when, with two ranks, left and right neighbour (one peer) are mixed up; or when another padding
+    mode pads the inner edges. A mode may be refused, by its name, on every rank alike."""
     for kernel in (3, 5):
         for dim in (2, 3):
             assert len(set(run_ranks(world, circular, world, mode, kernel, dim))) == 1
@@ -293,7 +303,8 @@ def test_case_10_circular_padding(world, mode):
 @pytest.mark.parametrize("size, world", [(5, 4), (20, 8), (9, 4), (1, 3), (2, 4), (3, 2)])
 @pytest.mark.parametrize("route", ["rules", "parallelize", "layer"])
 def test_case_11_sizes_that_do_not_divide(size, world, route):
-    """Fails when output or input sizes that the ranks don't divide (empty and one-column shards) are cut wrongly."""
+    """Fails when output or input sizes that the ranks don't divide (empty and one-column shards) are cut
+    wrongly."""
     run(grid((2, size), 3, 1, 1, 1, (world,), W, route=route))
     run(grid((2, size), 3, 1, (1, 2), 1, (world,), W, route=route))
     run(grid((size, 2), 4, (2, 2), (3, 1), 1, (world,), H, route=route))
@@ -313,7 +324,8 @@ def test_case_12_kernel_wider_than_the_neighbours_shard(route):
 
 
 def reused_buffers(world, rounds):
-    """Convolutions one after the other with buffers freed and overwritten at once; every value is predictable."""
+    """Convolutions one after the other with buffers freed and overwritten at once; every value is
+    predictable."""
     import haloconv
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -324,7 +336,14 @@ def reused_buffers(world, rounds):
     with haloconv.rules():
         for i in range(rounds):
             local = torch.full((1, 1, 64, 8), float(1000 * i + rank), dtype=torch.float64)
-            xs = DTensor.from_local(local, mesh, [Shard(3)], run_check=False, shape=(1, 1, 64, width), stride=(64 * width,) * 2 + (width, 1))
+            xs = DTensor.from_local(
+                local,
+                mesh,
+                [Shard(3)],
+                run_check=False,
+                shape=(1, 1, 64, width),
+                stride=(64 * width,) * 2 + (width, 1),
+            )
             out = F.conv2d(xs, weight, padding=(0, 1)).to_local()
             local.fill_(-1e9)
             del local, xs
@@ -370,7 +389,10 @@ def counted(world, sizes, kernel, stride, padding):
     return [(forward["messages"], forward["bytes"]), (backward["messages"], backward["bytes"])], want
 
 
-@pytest.mark.parametrize("world, size, kernel, stride, padding", [(4, 5, 3, 1, 1), (4, 9, 3, 2, 1), (3, 1, 3, 1, 1), (4, 16, 4, 4, 0), (4, 7, 7, 1, 3), (2, 9, 2, 3, 0)])
+@pytest.mark.parametrize(
+    "world, size, kernel, stride, padding",
+    [(4, 5, 3, 1, 1), (4, 9, 3, 2, 1), (3, 1, 3, 1, 1), (4, 16, 4, 4, 0), (4, 7, 7, 1, 3), (2, 9, 2, 3, 0)],
+)
 def test_case_17_no_empty_messages(world, size, kernel, stride, padding):
     """Fails when ranks with nothing to say exchange empty messages, or more than the plan's segments."""
     for got, want in run_ranks(world, counted, world, (3, size), kernel, stride, padding):
@@ -388,7 +410,14 @@ def world_of_one():
     plain = Block().double()
     sharded = haloconv.parallelize(copy.deepcopy(plain), mesh)
     haloconv.reset_comm_stats()
-    check_same(mesh, (Shard(3),), plain, torch.randn(1, 3, 16, 32, dtype=torch.float64), sharded, params=pairs(plain, sharded))
+    check_same(
+        mesh,
+        (Shard(3),),
+        plain,
+        torch.randn(1, 3, 16, 32, dtype=torch.float64),
+        sharded,
+        params=pairs(plain, sharded),
+    )
     stats = haloconv.comm_stats()
     return stats["messages"], stats["bytes"]
 
@@ -420,16 +449,25 @@ def masks(world, bias, x_grad, w_grad, b_grad, route):
         sharded = distribute_module(copied, mesh) if route == "rules" else haloconv.parallelize(copied, mesh)
         for name, p in plain.named_parameters():
             assert dict(sharded.named_parameters())[name].requires_grad == p.requires_grad
-        check_same(mesh, (Shard(3),), plain, x, sharded, check_input_grad=x_grad, params=pairs(plain, sharded))
+        check_same(
+            mesh, (Shard(3),), plain, x, sharded, check_input_grad=x_grad, params=pairs(plain, sharded)
+        )
 
 
 @pytest.mark.parametrize("route", ["rules", "parallelize"])
 @pytest.mark.parametrize(
     "bias, x_grad, w_grad, b_grad",
-    [(False, True, True, False), (False, False, True, False), (True, False, False, True), (True, True, False, False), (True, False, True, True)],
+    [
+        (False, True, True, False),
+        (False, False, True, False),
+        (True, False, False, True),
+        (True, True, False, False),
+        (True, False, True, True),
+    ],
 )
 def test_case_19_output_mask(bias, x_grad, w_grad, b_grad, route):
-    """Fails when no bias, an input without gradient, or only one wanted gradient is an error, or gives a gradient nobody asked for."""
+    """Fails when no bias, an input without gradient, or only one wanted gradient is an error, or gives a
+    gradient nobody asked for."""
     run_ranks(3, masks, 3, bias, x_grad, w_grad, b_grad, route)
 
 
@@ -442,7 +480,9 @@ def double_backward(world, route):
 
     mesh = mesh_of((world,))
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.Tanh(), nn.Conv2d(3, 2, 3, stride=2, padding=1)).double()
+    plain = nn.Sequential(
+        nn.Conv2d(2, 3, 3, padding=1), nn.Tanh(), nn.Conv2d(3, 2, 3, stride=2, padding=1)
+    ).double()
     x = torch.randn(1, 2, 5, 9, dtype=torch.float64).requires_grad_()
 
     def penalty(model, inputs):
@@ -539,7 +579,14 @@ def compiled(world):
     for width in (12, 16, 20):
         weight.grad = ws.grad = None
         x = torch.randn(1, 2, 4, width, dtype=torch.float64)
-        check_same(mesh, (Shard(3),), lambda t: F.conv2d(t, weight, padding=1), x, function, params={"weight": (weight, ws)})
+        check_same(
+            mesh,
+            (Shard(3),),
+            lambda t: F.conv2d(t, weight, padding=1),
+            x,
+            function,
+            params={"weight": (weight, ws)},
+        )
     plain = nn.Conv2d(2, 3, 3, padding=1, dtype=torch.float64)
     sharded = haloconv.parallelize(copy.deepcopy(plain), mesh)
     layer = torch.compile(sharded, fullgraph=True, backend="aot_eager")
@@ -559,7 +606,22 @@ def test_case_21_compile():
 def test_case_23_groups_and_bias(channels, groups, route):
     """Fails when groups or depthwise convolutions with bias are wrong on a spatially sharded input."""
     run(grid((4, 9), 3, 1, 1, 1, (3,), W, channels=channels, groups=groups, route=route, batch=2))
-    run(grid((4, 9), 3, 1, 2, 1, (3,), W, channels=channels, groups=groups, route=route, transposed=True, output_padding=1))
+    run(
+        grid(
+            (4, 9),
+            3,
+            1,
+            2,
+            1,
+            (3,),
+            W,
+            channels=channels,
+            groups=groups,
+            route=route,
+            transposed=True,
+            output_padding=1,
+        )
+    )
 
 
 def channel_sharded(layout, x_shards, w_shards, bias, may_refuse):
@@ -576,7 +638,11 @@ def channel_sharded(layout, x_shards, w_shards, bias, may_refuse):
     b = torch.randn(8, dtype=torch.float64, requires_grad=True) if bias else None
     x = torch.randn(2, 8, 5, 9, dtype=torch.float64)
     ws = shard(weight, mesh, placements(w_shards)).requires_grad_()
-    bs = shard(b, mesh, placements([d if d == 0 else None for d in w_shards])).requires_grad_() if bias else None
+    bs = (
+        shard(b, mesh, placements([d if d == 0 else None for d in w_shards])).requires_grad_()
+        if bias
+        else None
+    )
     params = {"weight": (weight, ws)} | ({"bias": (b, bs)} if bias else {})
     with haloconv.rules():
         try:
@@ -606,11 +672,18 @@ def test_case_23_channel_sharded_depthwise(bias):
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize(
     "layout, x_shards, w_shards",
-    [((2, 2), (1, 3), (0, None)), ((2, 2), (3, 1), (None, 0)), ((2,), (3,), (0,)), ((2,), (3,), (2,)), ((2,), (1,), (None,))],
+    [
+        ((2, 2), (1, 3), (0, None)),
+        ((2, 2), (3, 1), (None, 0)),
+        ((2,), (3,), (0,)),
+        ((2,), (3,), (2,)),
+        ((2,), (1,), (None,)),
+    ],
     ids=str,
 )
 def test_case_23_mixed_shardings_are_right_or_refused(layout, x_shards, w_shards, bias):
-    """Fails when a sharded weight beside a sharded input gives a wrong value instead of the right one or a clear error."""
+    """Fails when a sharded weight beside a sharded input gives a wrong value instead of the right one or a
+    clear error."""
     world = 4 if len(layout) == 2 else 2
     results = run_ranks(world, channel_sharded, layout, x_shards, w_shards, bias, True)
     assert len({result.split(":")[0] for result in results}) == 1
@@ -627,7 +700,9 @@ def autocast(world, dtype, channels_last, route):
 
     mesh = mesh_of((world,))
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 5, padding=2, groups=8), nn.ConvTranspose2d(8, 4, 2, 2))
+    plain = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 5, padding=2, groups=8), nn.ConvTranspose2d(8, 4, 2, 2)
+    )
     exact = copy.deepcopy(plain).double()
     x = torch.randn(2, 3, 6, 14)
     if channels_last:
@@ -644,11 +719,14 @@ def autocast(world, dtype, channels_last, route):
         if channels_last and out.to_local().numel():
             assert out.to_local().is_contiguous(memory_format=torch.channels_last)
         (out.float() ** 2).mean().backward()
-    # 16-bit arithmetic: 8 bits of mantissa (bf16) over three layers; the error is taken relative to the largest value
+    # 16-bit arithmetic: 8 bits of mantissa (bf16) over three layers; the error is taken relative to the
+    # largest value
     pairs_ = [(out.full_tensor().double(), exact(exact_x)), (xs.grad.full_tensor().double(), exact_x.grad)]
     pairs_ += [(full(s.grad).double(), p.grad) for p, s in pairs(exact, sharded).values()]
     for got, want in pairs_:
-        assert (got - want).abs().max() <= 0.04 * want.abs().max(), (got - want).abs().max() / want.abs().max()
+        assert (got - want).abs().max() <= 0.04 * want.abs().max(), (
+            got - want
+        ).abs().max() / want.abs().max()
 
 
 @pytest.mark.parametrize("route", ["rules", "parallelize"])
@@ -662,11 +740,44 @@ def test_case_24_autocast(dtype, channels_last, route):
 @pytest.mark.parametrize("route", ["rules", "parallelize", "layer"])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_case_24_channels_last_is_kept(world, route):
-    """Fails when the exchange turns channels_last activations into contiguous ones: every following layer is slower."""
+    """Fails when the exchange turns channels_last activations into contiguous ones: every following layer is
+    slower."""
     run(grid((6, 10), 3, 1, 1, 1, (world,), W, channels=(4, 8), channels_last=True, batch=2, route=route))
-    run(grid((6, 10), 7, 3, 1, 1, (world,), W, channels=(8, 8), groups=8, channels_last=True, batch=2, route=route))
-    run(grid((4, 4, 6), 3, 1, 1, 1, (world,), (4,), channels=(4, 8), channels_last=True, batch=2, route=route))
-    run(grid((6, 5), 2, 0, 2, 1, (world,), W, channels=(4, 8), channels_last=True, transposed=True, output_padding=0, route=route))
+    run(
+        grid(
+            (6, 10),
+            7,
+            3,
+            1,
+            1,
+            (world,),
+            W,
+            channels=(8, 8),
+            groups=8,
+            channels_last=True,
+            batch=2,
+            route=route,
+        )
+    )
+    run(
+        grid((4, 4, 6), 3, 1, 1, 1, (world,), (4,), channels=(4, 8), channels_last=True, batch=2, route=route)
+    )
+    run(
+        grid(
+            (6, 5),
+            2,
+            0,
+            2,
+            1,
+            (world,),
+            W,
+            channels=(4, 8),
+            channels_last=True,
+            transposed=True,
+            output_padding=0,
+            route=route,
+        )
+    )
 
 
 def dtypes(world, dtype):

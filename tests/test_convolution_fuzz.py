@@ -1,8 +1,9 @@
 """Sharded convolutions against the unsplit one: every listed grid, and random windows on every kind of mesh.
 
-Each test is one convolution in float64, forward and backward: output, input gradient, weight gradient and bias gradient are equal to
-1e-9 and placements are kept. A failure means that training with this window, on this mesh, is wrong. The random ones are seeded and
-the same in every run; HALOCONV_FUZZ_CASES raises their number.
+Each test is one convolution in float64, forward and backward: output, input gradient, weight gradient and
+bias gradient are equal to 1e-9 and placements are kept. A failure means that training with this window, on
+this mesh, is wrong. The random ones are seeded and the same in every run; HALOCONV_FUZZ_CASES raises their
+number.
 """
 
 import os
@@ -19,11 +20,13 @@ pytestmark = pytest.mark.core
 RANDOM_CASES = int(os.environ.get("HALOCONV_FUZZ_CASES", "520"))
 MARKS = ("halo wider than a neighbour", "empty shard", "misses own shard")
 
-# ------------------------------------------------------------------------------------------------ listed grids
+# ------------------------------------------------------------------------------------------------ listed
+# grids
 
 
 def listed():
-    """The grids of CASES.md, each on the mesh it names and on 1-D meshes of 1 to 4 ranks, over every sharded dim."""
+    """The grids of CASES.md, each on the mesh it names and on 1-D meshes of 1 to 4 ranks, over every sharded
+    dim."""
     # (sizes, kernel, padding, stride, dilation)
     two_d = [
         ((10, 10), 5, 2, 2, 1),
@@ -47,7 +50,8 @@ def listed():
     cases += [grid(*three_d, (2, 2), shards) for shards in ((2, 3), (3, 4), (4, 2))]
     cases += [grid(*three_d, (2, 1, 2)), grid(*three_d, (1, 2, 2), (4, 3, 2))]
     cases += [grid(*three_d, (world,), (dim,)) for world in (1, 2, 3, 4) for dim in (2, 3, 4)]
-    # 15, 63, 99 with k 1/3/5/7, s 1/2, p 0/1: in one spatial dim here, on a 2x2 mesh (smallest other side that fits) below
+    # 15, 63, 99 with k 1/3/5/7, s 1/2, p 0/1: in one spatial dim here, on a 2x2 mesh (smallest other side
+    # that fits) below
     for size in (15, 63, 99):
         for k in (1, 3, 5, 7):
             for s in (1, 2):
@@ -68,7 +72,14 @@ def listed():
             cases.append(grid((13, 3), k, (p, 2), (s, 1), d, (world,), (2,)))
         cases.append(grid((12, 11), k, p, s, d, (2, 2)))
     # 11, 12: empty and one-column shards, kernels wider than the neighbour's shard
-    for size, world, k, s, p in [(5, 4, 3, 1, 1), (9, 4, 3, 1, 1), (9, 4, 5, 1, 2), (10, 4, 5, 2, 2), (3, 4, 3, 1, 1), (1, 4, 3, 1, 1)]:
+    for size, world, k, s, p in [
+        (5, 4, 3, 1, 1),
+        (9, 4, 3, 1, 1),
+        (9, 4, 5, 1, 2),
+        (10, 4, 5, 2, 2),
+        (3, 4, 3, 1, 1),
+        (1, 4, 3, 1, 1),
+    ]:
         cases.append(grid((size,), k, p, s, 1, (world,)))
         cases.append(grid((3, size), k, (k // 2, p), (1, s), 1, (world,)))
     # 10 on two ranks (periodic padding itself: test_cases); 20: every number of dims, transposed ones
@@ -113,13 +124,17 @@ def test_50_cubed_on_3x3x2():
     import harness
 
     try:
-        run(grid((50, 50, 50), (5, 4, 3), (1, 1, 2), (3, 1, 2), (3, 3, 1), (3, 3, 2), channels=(1, 1)), timeout=180)
+        run(
+            grid((50, 50, 50), (5, 4, 3), (1, 1, 2), (3, 1, 2), (3, 3, 1), (3, 3, 2), channels=(1, 1)),
+            timeout=180,
+        )
     finally:
         harness.discard(18)
 
 
 SUBGROUPS = [
-    # (mesh, which dim alone): [2, 3] and [1, 3] as submeshes of a 2-D mesh, whose groups work on different data at the same time
+    # (mesh, which dim alone): [2, 3] and [1, 3] as submeshes of a 2-D mesh, whose groups work on different
+    # data at the same time
     ([[0, 1], [2, 3]], "b"),
     ([[0, 2], [1, 3]], "b"),
     ([[0, 2], [1, 3]], "a"),
@@ -138,13 +153,19 @@ def test_subgroups(ranks, alone, transposed, route):
     """Fails when global ranks are used as peers, or when two groups' messages mix."""
     more = dict(transposed=True, output_padding=1) if transposed else {}
     run(grid((4, 9), 3, 1, 2, 1, ranks, (3,), submesh=alone, route=route, **more), world=4)
-    run(grid((5, 4), 5, 2, 1, 1, ranks, (2,), submesh=alone, route=route, transposed=transposed, seed=1), world=4)
+    run(
+        grid((5, 4), 5, 2, 1, 1, ranks, (2,), submesh=alone, route=route, transposed=transposed, seed=1),
+        world=4,
+    )
 
 
 @pytest.mark.parametrize("route", ["rules", "layer"])
-@pytest.mark.parametrize("shards", [(None, 3), (3, None), (0, 3), (3, 0), (2, None), (None, None), (0, None), (None, 0)], ids=str)
+@pytest.mark.parametrize(
+    "shards", [(None, 3), (3, None), (0, 3), (3, 0), (2, None), (None, None), (0, None), (None, 0)], ids=str
+)
 def test_mesh_with_batch_or_replicate(shards, route):
-    """Fails when a mesh dim that doesn't shard space changes the result, or when weight gradients are summed over the wrong ranks."""
+    """Fails when a mesh dim that doesn't shard space changes the result, or when weight gradients are summed
+    over the wrong ranks."""
     run(grid((6, 7), 3, 1, 1, 1, (2, 2), shards, batch=3, channels=(4, 6), groups=2, route=route))
     run(grid((6, 7), 4, 1, 2, 1, (2, 2), shards, batch=4, channels=(3, 3), groups=3, bias=False, route=route))
 
@@ -188,16 +209,27 @@ def random_case(seed):
     windows = [None] * nd
     for position, dim in enumerate(shards):
         if dim is not None and dim >= 2:
-            possible = want if extents[position] >= {"misses own shard": 3, "halo wider than a neighbour": 3}.get(want, 2) else None
+            possible = (
+                want
+                if extents[position] >= {"misses own shard": 3, "halo wider than a neighbour": 3}.get(want, 2)
+                else None
+            )
             if possible == "empty shard" and extents[position] == 2:
                 possible = None if rng.random() < 0.5 else possible
             windows[dim - 2] = reference.random_window(
-                rng, transposed=transposed, biggest=biggest, torch_padding=True, want=possible, world=extents[position]
+                rng,
+                transposed=transposed,
+                biggest=biggest,
+                torch_padding=True,
+                want=possible,
+                world=extents[position],
             )
     for axis in range(nd):
         if windows[axis] is None:
             windows[axis] = reference.random_window(rng, transposed=transposed, biggest=5, torch_padding=True)
-    groups, per_in, per_out = rng.choice([(1, 2, 3), (1, 1, 2), (2, 2, 1), (2, 1, 2), (3, 1, 1), (4, 1, 1), (1, 3, 1)])
+    groups, per_in, per_out = rng.choice(
+        [(1, 2, 3), (1, 1, 2), (2, 2, 1), (2, 1, 2), (3, 1, 1), (4, 1, 1), (1, 3, 1)]
+    )
     return Case(
         sizes=tuple(w.size for w in windows),
         kernel=tuple(w.kernel for w in windows),
@@ -247,9 +279,14 @@ def test_census_of_the_random_windows(capsys):
         ]
     )
     with capsys.disabled():
-        print(f"\ncensus of {len(RANDOM)} random windows: " + ", ".join(f"{m} {100 * counts[m] / len(RANDOM):.1f} %" for m in MARKS))
+        print(
+            f"\ncensus of {len(RANDOM)} random windows: "
+            + ", ".join(f"{m} {100 * counts[m] / len(RANDOM):.1f} %" for m in MARKS)
+        )
         print("   " + ", ".join(f"{kind} {n}" for kind, n in sorted(kinds.items())))
     assert len(RANDOM) >= 500 or "HALOCONV_FUZZ_CASES" in os.environ
     for mark in MARKS:
-        assert counts[mark] >= 0.05 * len(RANDOM), f"only {counts[mark]} of {len(RANDOM)} windows have {mark!r}"
+        assert counts[mark] >= 0.05 * len(RANDOM), (
+            f"only {counts[mark]} of {len(RANDOM)} windows have {mark!r}"
+        )
     assert min(kinds.values()) >= 0.02 * len(RANDOM), kinds

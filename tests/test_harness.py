@@ -1,4 +1,5 @@
-"""The harness itself: a hang, a death or an error on one rank is a failure that says where, and the next case works."""
+"""The harness itself: a hang, a death or an error on one rank is a failure that says where, and the next case
+works."""
 
 import os
 import time
@@ -35,13 +36,16 @@ def raise_on(*ranks):
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_all_ranks_run_with_one_thread_each(world):
-    """Fails when the workers cannot start or cannot communicate: then no other distributed test means anything."""
+    """Fails when the workers cannot start or cannot communicate: then no other distributed test means
+    anything."""
     assert run_ranks(world, total) == [(world * (world + 1) / 2, rank, 1) for rank in range(world)]
 
 
 def test_a_hang_names_the_case_and_the_stack():
     """Fails when a stuck rank would stop the whole run, or would not say where it is stuck."""
-    with pytest.raises(RankFailure, match=r"hang_on\(1,\) on 2 ranks(.|\n)*rank 1 of 2: HANGS(.|\n)*in hang_on"):
+    with pytest.raises(
+        RankFailure, match=r"hang_on\(1,\) on 2 ranks(.|\n)*rank 1 of 2: HANGS(.|\n)*in hang_on"
+    ):
         run_ranks(2, hang_on, 1, timeout=2)
     assert run_ranks(2, total)[0][0] == 3
 
@@ -57,7 +61,10 @@ def test_a_dead_or_raising_rank_is_reported():
 
 def test_raises_on_every_rank_wants_every_rank():
     """Fails when an error on only one rank would pass for an error on all."""
-    assert raises_on_every_rank(2, raise_on, 0, 1, match="wanted, rank {rank}") == ["wanted, rank 0", "wanted, rank 1"]
+    assert raises_on_every_rank(2, raise_on, 0, 1, match="wanted, rank {rank}") == [
+        "wanted, rank 0",
+        "wanted, rank 1",
+    ]
     with pytest.raises(RankFailure, match="expected"):
         raises_on_every_rank(2, raise_on, 1)
     assert run_ranks(2, total)[0][0] == 3

@@ -1,7 +1,9 @@
-"""`parallelize` and its companions: a model trained sharded is the model trained unsplit, in every way people train.
+"""`parallelize` and its companions: a model trained sharded is the model trained unsplit, in every way people
+train.
 
-One oracle: the same float64 model and data, unsplit and sharded; losses, outputs and every gradient equal at 1e-9. Hooks assert that
-activations stay sharded and parameters, gradients and optimizer moments are Replicate.
+One oracle: the same float64 model and data, unsplit and sharded; losses, outputs and every gradient equal at
+1e-9. Hooks assert that activations stay sharded and parameters, gradients and optimizer moments are
+Replicate.
 """
 
 import copy
@@ -12,11 +14,20 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from harness import assert_close, assert_replicated, assert_shards, full, mesh_of, raises_on_every_rank, run_ranks
+from harness import (
+    assert_close,
+    assert_replicated,
+    assert_shards,
+    full,
+    mesh_of,
+    raises_on_every_rank,
+    run_ranks,
+)
 
 
 class Net(nn.Module):
-    """A small ConvNet with a stride, a depthwise 7x7 across the seam, a shortcut and a transposed convolution."""
+    """A small ConvNet with a stride, a depthwise 7x7 across the seam, a shortcut and a transposed
+    convolution."""
 
     def __init__(self):
         super().__init__()
@@ -38,7 +49,9 @@ def make(kind=Net, seed=0):
 
 
 def data(batch=2, height=6, width=18, channels=3, seed=1):
-    return torch.randn(batch, channels, height, width, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(
+        batch, channels, height, width, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def compare_gradients(plain, sharded, what="gradient"):
@@ -70,7 +83,8 @@ def step(haloconv, plain, sharded, mesh, x, dim=-1):
     assert_close(full(got.detach()), want.detach(), "loss")
 
 
-# ------------------------------------------------------------------------------------------------ the snippet, on a real model
+# ------------------------------------------------------------------------------------------------ the
+# snippet, on a real model
 
 
 def convnext(width=64, dtype=torch.float64, seed=0):
@@ -81,7 +95,8 @@ def convnext(width=64, dtype=torch.float64, seed=0):
 
 
 class Watch:
-    """Hooks on every module: activations with a width are sharded on it (channels-last ones on their dim 2)."""
+    """Hooks on every module: activations with a width are sharded on it (channels-last ones on their dim
+    2)."""
 
     def __init__(self, model):
         self.images = 0
@@ -94,7 +109,9 @@ class Watch:
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor) and tensor.dim() == 4 and min(tensor.shape[2:]) > 1:
                 assert isinstance(tensor, DTensor), f"{name}: a plain activation"
-                assert tensor.placements in ((Shard(3),), (Shard(2),)), f"{name}: activation {tensor.placements}"
+                assert tensor.placements in ((Shard(3),), (Shard(2),)), (
+                    f"{name}: activation {tensor.placements}"
+                )
                 self.images += 1
 
 
@@ -102,11 +119,17 @@ def check_training_state(model, optimizer):
     from torch.distributed.tensor import DTensor
 
     for name, p in model.named_parameters():
-        assert isinstance(p, DTensor) and all(q.is_replicate() for q in p.placements), f"{name}: {p.placements}"
-        assert isinstance(p.grad, DTensor) and all(q.is_replicate() for q in p.grad.placements), f"{name}.grad: {p.grad.placements}"
+        assert isinstance(p, DTensor) and all(q.is_replicate() for q in p.placements), (
+            f"{name}: {p.placements}"
+        )
+        assert isinstance(p.grad, DTensor) and all(q.is_replicate() for q in p.grad.placements), (
+            f"{name}.grad: {p.grad.placements}"
+        )
         for key, value in optimizer.state[p].items():
             if isinstance(value, torch.Tensor) and value.dim():
-                assert isinstance(value, DTensor) and all(q.is_replicate() for q in value.placements), f"{name}: {key}"
+                assert isinstance(value, DTensor) and all(q.is_replicate() for q in value.placements), (
+                    f"{name}: {key}"
+                )
 
 
 def snippet(world, way):
@@ -160,14 +183,17 @@ def snippet(world, way):
             check_training_state(model, ours)
     assert watch.images > 50
     for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
-        assert_close(full(q.detach()), p.detach(), f"{name} after two steps", atol=1e-7)  # Adam divides by the size of a gradient
+        assert_close(
+            full(q.detach()), p.detach(), f"{name} after two steps", atol=1e-7
+        )  # Adam divides by the size of a gradient
     return True
 
 
 @pytest.mark.parametrize("way", ["snippet", "plain tensors", "classic"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_design_snippet_on_convnext(world, way):
-    """Fails when the README's few lines, or the classic DTensor way, don't train timm's ConvNeXt as unsplit."""
+    """Fails when the README's few lines, or the classic DTensor way, don't train timm's ConvNeXt as
+    unsplit."""
     pytest.importorskip("timm")
     run_ranks(world, snippet, world, way, timeout=240)
 
@@ -199,7 +225,8 @@ def seeded_differently(world):
 @pytest.mark.core
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_seeded_differently_train_identically(world):
-    """Fails when parameters aren't broadcast from the group's rank 0, or drift apart: bitwise equal on all ranks."""
+    """Fails when parameters aren't broadcast from the group's rank 0, or drift apart: bitwise equal on all
+    ranks."""
     results = run_ranks(world, seeded_differently, world)
     assert all(result == results[0] for result in results)
 
@@ -245,9 +272,13 @@ def without_broadcast(what):
 def test_broadcast_false_checks():
     """Fails when ranks that disagree train on, or when the error doesn't say which parameter differs."""
     run_ranks(2, without_broadcast, "nothing")
-    raises_on_every_rank(2, without_broadcast, "parameter", kinds=("ValueError", "RuntimeError"), match=r"dw\.weight")
+    raises_on_every_rank(
+        2, without_broadcast, "parameter", kinds=("ValueError", "RuntimeError"), match=r"dw\.weight"
+    )
     raises_on_every_rank(2, without_broadcast, "buffer", kinds=("ValueError", "RuntimeError"), match="scale")
-    raises_on_every_rank(2, without_broadcast, "shape", kinds=("ValueError", "RuntimeError"), match=r"pw\.weight")
+    raises_on_every_rank(
+        2, without_broadcast, "shape", kinds=("ValueError", "RuntimeError"), match=r"pw\.weight"
+    )
 
 
 def swapped_classes():
@@ -291,16 +322,21 @@ def swapped_classes():
     dist.broadcast_object_list(state, 0)
     plain.load_state_dict(state[0])
     step(haloconv, plain, sharded, mesh, data())
-    compare_gradients(nn.ModuleDict({"one": plain.one, "own": plain.own}), nn.ModuleDict({"one": sharded.one, "own": sharded.own}))
+    compare_gradients(
+        nn.ModuleDict({"one": plain.one, "own": plain.own}),
+        nn.ModuleDict({"one": sharded.one, "own": sharded.own}),
+    )
 
 
 @pytest.mark.core
 def test_classes_keys_and_types():
-    """Fails when exact torch types aren't swapped, subclasses with their own forward are, or state_dict keys change."""
+    """Fails when exact torch types aren't swapped, subclasses with their own forward are, or state_dict keys
+    change."""
     run_ranks(2, swapped_classes)
 
 
-# ------------------------------------------------------------------------------------------------ plain tensors in a forward
+# ------------------------------------------------------------------------------------------------ plain
+# tensors in a forward
 
 
 class CoordConv(nn.Module):
@@ -350,11 +386,13 @@ def own_tensors(world, kind, dim, width):
 @pytest.mark.parametrize("world, width", [(2, 18), (3, 18), (3, 17)])
 @pytest.mark.parametrize("dim", [-1, 2])
 def test_plain_tensors_made_in_a_forward_are_replicated(kind, world, width, dim):
-    """Fails when a linspace or a weight map made inside a forward is an error, or is taken as this rank's strip."""
+    """Fails when a linspace or a weight map made inside a forward is an error, or is taken as this rank's
+    strip."""
     run_ranks(world, own_tensors, world, kind, dim, width)
 
 
-# ------------------------------------------------------------------------------------------------ a backbone alone
+# ------------------------------------------------------------------------------------------------ a backbone
+# alone
 
 
 class Detector(nn.Module):
@@ -397,7 +435,8 @@ def backbone_alone(world, train_input):
 @pytest.mark.parametrize("train_input", [False, True], ids=["images", "images with gradient"])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_backbone_alone_under_a_plain_head(world, train_input):
-    """Fails when a backbone's gradients are multiplied by the number of ranks, or the rest of the model sees DTensors."""
+    """Fails when a backbone's gradients are multiplied by the number of ranks, or the rest of the model sees
+    DTensors."""
     run_ranks(world, backbone_alone, world, train_input)
 
 
@@ -443,7 +482,12 @@ def gather_and_distribute(world):
         assert_shards(xs.grad, weight, (Shard(where),), "gradient through gather")
         begin, end = haloconv.shard_range(x.shape[where], mesh)
         local = x.narrow(where, begin, end - begin)
-        assert_shards(haloconv.distribute_local(local, mesh, dim=dim, size=x.shape[where]), x, (Shard(where),), "distribute_local")
+        assert_shards(
+            haloconv.distribute_local(local, mesh, dim=dim, size=x.shape[where]),
+            x,
+            (Shard(where),),
+            "distribute_local",
+        )
     assert type(haloconv.gather(haloconv.distribute(x, mesh))) is torch.Tensor
 
 
@@ -471,7 +515,8 @@ def test_distribute_local_infers_the_size():
     run_ranks(3, local_without_size, 3)
 
 
-# ------------------------------------------------------------------------------------------------ ways of training
+# ------------------------------------------------------------------------------------------------ ways of
+# training
 
 
 def accumulate(world):
@@ -492,7 +537,9 @@ def accumulate(world):
     total = [0, 0]
     for number in (1, 2):
         total[0] = total[0] + (plain(data(seed=number)) ** 2).mean()
-        total[1] = total[1] + (haloconv.gather(sharded(haloconv.distribute(data(seed=number), mesh))) ** 2).mean()
+        total[1] = (
+            total[1] + (haloconv.gather(sharded(haloconv.distribute(data(seed=number), mesh))) ** 2).mean()
+        )
     total[0].backward()
     total[1].backward()
     compare_gradients(plain, sharded, "gradient of two forwards")
@@ -603,14 +650,16 @@ def no_graph(world):
 @pytest.mark.parametrize("way", [accumulate, retained, frozen, no_graph], ids=lambda way: way.__name__)
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_ways_of_training(way, world):
-    """Fails when gradient accumulation, retain_graph, frozen parameters, no_grad or inference_mode differ from plain torch."""
+    """Fails when gradient accumulation, retain_graph, frozen parameters, no_grad or inference_mode differ
+    from plain torch."""
     run_ranks(world, way, world)
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("kind", [Twice, Tied, Unused])
 def test_parameters_used_twice_tied_or_never(kind):
-    """Fails when a parameter's gradient is reduced twice, only once of two uses, or waited for though it never comes."""
+    """Fails when a parameter's gradient is reduced twice, only once of two uses, or waited for though it
+    never comes."""
     run_ranks(2, used_twice, 2, kind)
 
 
@@ -618,7 +667,9 @@ def by_autograd_grad(world):
     haloconv, mesh, plain, sharded = both(world)
     x = data()
     want = torch.autograd.grad((plain(x) ** 2).mean(), list(plain.parameters()))
-    got = torch.autograd.grad((haloconv.gather(sharded(haloconv.distribute(x, mesh))) ** 2).mean(), list(sharded.parameters()))
+    got = torch.autograd.grad(
+        (haloconv.gather(sharded(haloconv.distribute(x, mesh))) ** 2).mean(), list(sharded.parameters())
+    )
     for (name, _), a, b in zip(plain.named_parameters(), want, got, strict=True):
         assert_close(full(b), a, f"autograd.grad for {name}")
     assert all(p.grad is None for p in sharded.parameters())
@@ -657,7 +708,8 @@ def checkpointed(world, reentrant):
 @pytest.mark.core
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoint(reentrant):
-    """Fails when activation checkpointing, whose recomputation exchanges again inside backward, hangs or differs."""
+    """Fails when activation checkpointing, whose recomputation exchanges again inside backward, hangs or
+    differs."""
     run_ranks(2, checkpointed, 2, reentrant)
 
 
@@ -675,7 +727,9 @@ def autocast(world):
     for (name, p), q in zip(exact.named_parameters(), sharded.parameters(), strict=True):
         assert q.grad.dtype == torch.float32 and all(r.is_replicate() for r in q.grad.placements)
         difference = (q.grad.full_tensor().double() - p.grad).abs().max()
-        assert difference <= 0.06 * p.grad.abs().max(), f"{name}: {difference / p.grad.abs().max()}"  # bf16 over 4 layers
+        assert difference <= 0.06 * p.grad.abs().max(), (
+            f"{name}: {difference / p.grad.abs().max()}"
+        )  # bf16 over 4 layers
 
 
 @pytest.mark.core
@@ -726,7 +780,9 @@ def hooked(world):
     haloconv, mesh, plain, sharded = both(world)
     for model in (plain, sharded):
         model.count = []
-        model.dw.register_full_backward_hook(lambda module, gin, gout, model=model: model.count.append(tuple(gin[0].shape)))
+        model.dw.register_full_backward_hook(
+            lambda module, gin, gout, model=model: model.count.append(tuple(gin[0].shape))
+        )
         model.stem.weight.register_hook(lambda grad: grad * 2)
     step(haloconv, plain, sharded, mesh, data())
     assert plain.count == sharded.count == [(2, 8, 3, 9)]
@@ -747,7 +803,13 @@ def many_buckets(world):
     class Wide(nn.Module):
         def __init__(self):
             super().__init__()
-            self.layers = nn.ModuleList([nn.Conv2d(3, 700, 7, padding=3), nn.Conv2d(700, 700, 3, padding=1), nn.Conv2d(700, 3, 3, padding=1)])
+            self.layers = nn.ModuleList(
+                [
+                    nn.Conv2d(3, 700, 7, padding=3),
+                    nn.Conv2d(700, 700, 3, padding=1),
+                    nn.Conv2d(700, 3, 3, padding=1),
+                ]
+            )
             self.last = nn.Conv2d(3, 3, 3, padding=1)
 
         def forward(self, x):
@@ -772,12 +834,14 @@ def many_buckets(world):
 
 @pytest.mark.core
 def test_gradients_larger_than_a_bucket():
-    """Fails when gradients of several buckets or dtypes are mixed up, or each parameter is reduced by a call of its own."""
+    """Fails when gradients of several buckets or dtypes are mixed up, or each parameter is reduced by a call
+    of its own."""
     counts = run_ranks(2, many_buckets, 2, timeout=120)
     assert all(1 <= count <= 6 for count in counts), counts
 
 
-# ------------------------------------------------------------------------------------------------ the module afterwards
+# ------------------------------------------------------------------------------------------------ the module
+# afterwards
 
 
 def undone(world):
@@ -838,7 +902,10 @@ def cast(world):
     out = haloconv.gather(sharded(haloconv.distribute(x, mesh)))
     assert out.dtype == torch.float16
     (out.float() ** 2).mean().backward()
-    assert all(p.grad.dtype == torch.float16 and all(q.is_replicate() for q in p.grad.placements) for p in sharded.parameters())
+    assert all(
+        p.grad.dtype == torch.float16 and all(q.is_replicate() for q in p.grad.placements)
+        for p in sharded.parameters()
+    )
     plain.half()
     sharded = sharded.to(memory_format=torch.channels_last)
     assert all(torch.isfinite(p.full_tensor()).all() for p in sharded.parameters())
@@ -857,15 +924,27 @@ def states(world):
     stream.seek(0)
     fresh = make(seed=5)
     fresh.load_state_dict(torch.load(stream))  # into an unsplit model
-    assert_close(fresh(data()).detach(), plain(data()).detach(), "output of an unsplit model with the sharded one's weights")
+    assert_close(
+        fresh(data()).detach(),
+        plain(data()).detach(),
+        "output of an unsplit model with the sharded one's weights",
+    )
     other = haloconv.parallelize(make(seed=9), mesh)
     haloconv.load_full_state_dict(other, plain.state_dict())
-    assert_close(haloconv.gather(other(haloconv.distribute(data(), mesh))).detach(), plain(data()).detach(), "output after loading")
+    assert_close(
+        haloconv.gather(other(haloconv.distribute(data(), mesh))).detach(),
+        plain(data()).detach(),
+        "output after loading",
+    )
     step(haloconv, fresh, other, mesh, data())
     compare_gradients(fresh, other, "gradient after loading")
     another = haloconv.parallelize(make(seed=11), mesh)  # torch's own way, DTensor to DTensor
     another.load_state_dict(sharded.state_dict())
-    assert_close(haloconv.gather(another(haloconv.distribute(data(), mesh))).detach(), plain(data()).detach(), "output after load_state_dict")
+    assert_close(
+        haloconv.gather(another(haloconv.distribute(data(), mesh))).detach(),
+        plain(data()).detach(),
+        "output after load_state_dict",
+    )
     bad = dict(plain.state_dict())
     bad["more"] = bad.pop("pw.weight")
     with pytest.raises((KeyError, RuntimeError, ValueError), match=r"pw\.weight|more"):
@@ -906,7 +985,9 @@ def sharded_loss(world):
     x, target = data(), data(channels=4, seed=5)
     want = F.mse_loss(plain(x), target, reduction="sum")
     want.backward()
-    got = F.mse_loss(sharded(haloconv.distribute(x, mesh)), haloconv.distribute(target, mesh), reduction="sum")
+    got = F.mse_loss(
+        sharded(haloconv.distribute(x, mesh)), haloconv.distribute(target, mesh), reduction="sum"
+    )
     assert_close(full(got.detach()), want.detach(), "sharded loss")
     got.backward()
     compare_gradients(plain, sharded)

@@ -16,9 +16,8 @@ def pytest_configure(config):
 
 def pytest_report_header(config):
     try:
-        import torch
-
         import haloconv
+        import torch
     except ImportError as error:
         return f"haloconv: cannot be imported: {error}"
     where = os.path.relpath(os.path.dirname(haloconv.__file__))

@@ -306,7 +306,7 @@ def main() -> int:
             + (f", {config.threads} thread(s) each" if config.device == "cpu" else "")
         )
     split = train_on_ranks(config)
-    # The other ranks are done, and leave their cores to nobody: rank 0 goes on as one device.
+    # The other ranks are done and end here: nobody waits, and rank 0 goes on as one device.
     dist.barrier()
     dist.destroy_process_group()
     if rank:

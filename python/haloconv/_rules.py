@@ -1,8 +1,8 @@
 """DTensor rules: ``F.conv2d(dtensor, ...)`` and its kin become right for any spatial sharding.
 
-A rule is a handler (see _dtensor.py) below autograd. It takes the cases that torch gets wrong, which are those with a
-sharded spatial dim and those with sharded channels in a grouped convolution; everything else goes to the handler that
-torch had.
+A rule is a handler (see _dtensor.py) below autograd. It takes the cases that torch gets wrong: convolutions with a
+sharded spatial dim, or with sharded channels and groups, and losses with a mean over uneven shards. Everything else
+goes to what torch had.
 
 Backward rules stay installed once they have been switched on: a backward that runs after `disable_rules` would
 otherwise fall to torch's wrong one.
@@ -76,10 +76,23 @@ def _mesh_of(*tensors):
     return next(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
 
 
+def _torchs_own(op, args, kwargs):
+    """What torch does with the op when haloconv is not there."""
+    original = _originals[op]
+    if original is not None:
+        return original(op, args, kwargs)
+    table = _dtensor.handlers()  # sharding propagation, which is what happens without a handler
+    rule = table.pop(op)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        table[op] = rule
+
+
 def _convolution_rule(op, args, kwargs):
     x, weight, bias, stride, padding, dilation, transposed, output_padding, groups = args
     if not _is_ours(x, weight, groups):
-        return _originals[op](op, args, kwargs)
+        return _torchs_own(op, args, kwargs)
     window = _window(weight, stride, padding, dilation, transposed, output_padding, groups)
     mesh = _mesh_of(x, weight)
     x, weight = _convolution.replicated(x, mesh), _convolution.replicated(weight, mesh)
@@ -90,7 +103,7 @@ def _convolution_rule(op, args, kwargs):
 def _convolution_backward_rule(op, args, kwargs):
     grad_output, x, weight, _, stride, padding, dilation, transposed, output_padding, groups, mask = args
     if not _is_ours(x, weight, groups):
-        return _originals[op](op, args, kwargs)
+        return _torchs_own(op, args, kwargs)
     window = _window(weight, stride, padding, dilation, transposed, output_padding, groups)
     mesh = _mesh_of(x, weight)
     tensors = (_convolution.replicated(tensor, mesh) for tensor in (grad_output, x, weight))
@@ -126,8 +139,41 @@ def _composite_rule(transposed):
     return rule
 
 
+_MEAN, _SUM = 1, 2  # at::Reduction
+
+
+def _mean_loss_rule(op, args, kwargs):
+    """torch averages the shards' means, which is wrong for uneven shards. Here the mean is the sum, divided."""
+    names = [argument.name for argument in op._schema.arguments]
+    bound = dict(zip(names, args), **kwargs)
+    if bound.get("reduction", _MEAN) != _MEAN:
+        return _torchs_own(op, args, kwargs)
+    numel = bound["self"].numel()
+    bound["reduction"] = _SUM
+    if "grad_output" in names:
+        bound["grad_output"] = bound["grad_output"] / numel
+        return _torchs_own(op, (), bound)
+    return _torchs_own(op, (), bound) / numel
+
+
+_MEAN_LOSSES = (
+    aten.mse_loss,
+    aten.smooth_l1_loss,
+    aten.huber_loss,
+    aten.binary_cross_entropy,
+    aten.soft_margin_loss,
+)
+_MEAN_LOSSES_BACKWARD = (
+    aten.mse_loss_backward,
+    aten.smooth_l1_loss_backward,
+    aten.huber_loss_backward,
+    aten.binary_cross_entropy_backward,
+    aten.soft_margin_loss_backward,
+)
+
 _FORWARD_RULES = {
     aten.convolution.default: _convolution_rule,
+    **{packet.default: _mean_loss_rule for packet in (*_MEAN_LOSSES, aten.binary_cross_entropy_with_logits)},
     **{
         overload: _composite_rule(transposed=False)
         for packet in (aten.conv1d, aten.conv2d, aten.conv3d)
@@ -142,7 +188,10 @@ _FORWARD_RULES = {
         )
     },
 }
-_BACKWARD_RULES = {aten.convolution_backward.default: _convolution_backward_rule}
+_BACKWARD_RULES = {
+    aten.convolution_backward.default: _convolution_backward_rule,
+    **{packet.default: _mean_loss_rule for packet in _MEAN_LOSSES_BACKWARD},
+}
 
 _originals = {}  # what torch had, for the ops whose handler was replaced at least once
 _state = {"enabled": False, "graphs": None, "tag": None}

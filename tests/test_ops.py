@@ -649,7 +649,9 @@ def test_errors_on_all_ranks_leave_no_messages_behind(world):
     """Fails when what ranks tell one another about errors piles up, or spoils a later exchange."""
     for left, count in run_ranks(world, leak_of_errors_between_ranks, timeout=120):
         assert count == 2300
-        assert left[0] < ALLOWED_BYTES and left[1] < 30e6, left
+        # gloo itself keeps about 890 bytes for every message with a tag of its own that nobody receives (measured with
+        # isend alone), and a rank that failed sends one to each other rank. Ours must not add to that.
+        assert left[0] < 1000 * 2000 * (world - 1) and left[1] < 30e6, left
 
 
 # ------------------------------------------------------------------------------------------------ the n-th

@@ -71,16 +71,19 @@ def strides_of(shape, channels_last):
 
 def wrap(local, mesh, placements, shape, channels_last=False):
     """A DTensor of the global `shape` around `local`, below autograd, without communication or checks."""
-    shape = torch.Size(shape)
-    meta = TensorMeta(shape, strides_of(shape, channels_last), local.dtype)
+    return wrap_strided(local, mesh, placements, shape, strides_of(shape, channels_last))
+
+
+def wrap_strided(local, mesh, placements, shape, stride):
+    """`wrap` with the global stride as it is."""
+    meta = TensorMeta(torch.Size(shape), tuple(stride), local.dtype)
     return DTensor(local, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)
 
 
 def wrap_like(local, dtensor, placements=None):
     """A DTensor with the global shape and strides of `dtensor` around `local`, below autograd."""
-    meta = TensorMeta(dtensor.shape, dtensor.stride(), local.dtype)
-    placements = tuple(dtensor.placements if placements is None else placements)
-    return DTensor(local, DTensorSpec(dtensor.device_mesh, placements, tensor_meta=meta), requires_grad=False)
+    placements = dtensor.placements if placements is None else placements
+    return wrap_strided(local, dtensor.device_mesh, placements, dtensor.shape, dtensor.stride())
 
 
 def is_exactly_shard(placement):

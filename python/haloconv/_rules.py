@@ -139,6 +139,24 @@ def _composite_rule(transposed):
     return rule
 
 
+def _as_strided_rule(op, args, kwargs):
+    """A tensor that no mesh dim shards is its own storage. A global pool of a channels_last tensor comes here."""
+    tensor, size, stride, *offset = args
+    if any(placement.is_shard() for placement in tensor.placements) or kwargs:
+        return _torchs_own(op, args, kwargs)
+    local = _dtensor.local_of(tensor).as_strided(size, stride, *offset)
+    return _dtensor.wrap_strided(local, tensor.device_mesh, tensor.placements, size, stride)
+
+
+def _as_strided_in_place_rule(op, args, kwargs):
+    """Only what changes nothing but the stride of dims of size 1."""
+    tensor, size, stride, *offset = args
+    same = tuple(tensor.shape) == tuple(size) and all(
+        length == 1 or before == after for length, before, after in zip(size, tensor.stride(), stride)
+    )
+    return tensor if same and not any(offset) else _torchs_own(op, args, kwargs)
+
+
 _MEAN, _SUM = 1, 2  # at::Reduction
 
 
@@ -189,6 +207,8 @@ _FORWARD_RULES = {
     },
 }
 _BACKWARD_RULES = {
+    aten.as_strided.default: _as_strided_rule,
+    aten.as_strided_.default: _as_strided_in_place_rule,
     aten.convolution_backward.default: _convolution_backward_rule,
     **{packet.default: _mean_loss_rule for packet in _MEAN_LOSSES_BACKWARD},
 }

@@ -77,8 +77,9 @@ class _Bucket:
             local = local_of(grad)
             part = self.flat[begin : begin + local.numel()].view(local.shape)
             begin += local.numel()
-            if not local.is_contiguous():  # keeps the parameter's memory format
-                part = torch.empty_like(local).copy_(part)
+            # A tensor of its own, not a view: in the parameter's memory format, and a DTensor around a view cannot be
+            # deep-copied.
+            part = torch.empty_like(local).copy_(part)
             yield parameter, wrap_like(part, grad, [Replicate()] * grad.device_mesh.ndim)
 
 
@@ -136,7 +137,7 @@ class GradientReducer:
     def __init__(self):
         self._passes = {}  # graph task -> _Pass
         self._set_aside = {}  # parameter id -> the gradient from before
-        self._hooks = collections.OrderedDict()  # parameter id -> hook handles
+        self._hooks = collections.OrderedDict()  # parameter id -> its local tensor, hook handles
 
     def attach(self, module):
         """Watches the parameters that it does not watch yet. Cheap when there is none; called before each forward."""
@@ -144,23 +145,28 @@ class GradientReducer:
             self._passes.clear()  # what a backward that raised has left
         for parameter in _own_parameters(module):
             if parameter.requires_grad and isinstance(parameter, DTensor) and not self._watches(parameter):
-                weak = weakref.ref(parameter)  # a hook must not keep its own parameter alive
                 self._hooks[id(parameter)] = (
-                    parameter.register_hook(lambda grad, weak=weak: self._before(weak())),
+                    weakref.ref(local_of(parameter)),
+                    # No weak reference: Module.to could not swap a parameter that has one.
+                    parameter.register_hook(lambda grad, parameter=parameter: self._before(parameter)),
                     parameter.register_post_accumulate_grad_hook(self._after),
                 )
 
     def detach(self):
         """Removes every hook."""
-        for handles in self._hooks.values():
+        for _, *handles in self._hooks.values():
             for handle in handles:
                 handle.remove()
         self._hooks.clear()
 
     def _watches(self, parameter):
-        handles = self._hooks.get(id(parameter))
-        # A new parameter may have an old one's id, and `Module.to` may swap what is behind a parameter.
-        return handles is not None and handles[0].id in (parameter._backward_hooks or {})
+        # A new parameter may have an old one's id, and `Module.to` swaps what is behind a parameter, hooks and all.
+        local, *handles = self._hooks.get(id(parameter), (lambda: None,))
+        if local() is local_of(parameter):
+            return True
+        for handle in handles:
+            handle.remove()
+        return False
 
     def _before(self, parameter):
         if parameter.grad is not None and _will_accumulate(parameter):

@@ -160,12 +160,16 @@ class GradientReducer:
         self._hooks.clear()
 
     def _watches(self, parameter):
-        # A new parameter may have an old one's id, and `Module.to` swaps what is behind a parameter, hooks and all.
+        # A new parameter may have an old one's id.
         local, *handles = self._hooks.get(id(parameter), (lambda: None,))
         if local() is local_of(parameter):
             return True
         for handle in handles:
             handle.remove()
+        # `Module.to` swaps what is behind a parameter. Its tables of hooks stay, but the autograd engine knows them no
+        # more until they are assigned.
+        parameter._backward_hooks = parameter._backward_hooks
+        parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
         return False
 
     def _before(self, parameter):

@@ -318,4 +318,4 @@ def replicated(tensor, mesh):
     """A plain tensor as a replicated DTensor, below autograd; DTensors as they are."""
     if isinstance(tensor, DTensor):
         return tensor
-    return wrap(tensor, mesh, [Replicate()] * mesh.ndim, tensor.shape)
+    return wrap(tensor.detach(), mesh, [Replicate()] * mesh.ndim, tensor.shape)

@@ -107,7 +107,11 @@ def _convolution_backward_rule(op, args, kwargs):
     window = _window(weight, stride, padding, dilation, transposed, output_padding, groups)
     mesh = _mesh_of(x, weight)
     tensors = (_convolution.replicated(tensor, mesh) for tensor in (grad_output, x, weight))
-    return _convolution.backward(*tensors, window, *mask)
+    grads = _convolution.backward(*tensors, window, *mask)
+    if isinstance(weight, DTensor):
+        return grads
+    # A plain weight (and with it the bias, which does not come along) counted as replicated: so does its gradient.
+    return grads[0], *(grad if grad is None else grad.full_tensor() for grad in grads[1:])
 
 
 def _composite_rule(transposed):

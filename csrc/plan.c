@@ -6,26 +6,27 @@
 
 /* Keeps every product of two of these far from overflow. */
 static const int64_t LARGEST = INT64_C(1) << 30;
+static const int64_t LARGEST_WORLD = INT64_C(1) << 20; /* a plan has an entry for each rank */
 
 static int64_t reach(const hc_window *window) { return window->dilation * (window->kernel - 1); }
 
-static hc_code check_range(const char *name, int64_t value, int64_t low, hc_status *status) {
-  if (value < low || value > LARGEST) {
+static hc_code check_range(const char *name, int64_t value, int64_t low, int64_t high, hc_status *status) {
+  if (value < low || value > high) {
     return hc_fail(status, HC_ERROR_ARGUMENT, "%s is %" PRId64 ", expected %" PRId64 " to %" PRId64, name,
-                   value, low, LARGEST);
+                   value, low, high);
   }
   return HC_OK;
 }
 
 hc_code hc_window_check(const hc_window *window, int64_t size, int64_t world, hc_status *status) {
-  HC_TRY(check_range("size", size, 0, status));
-  HC_TRY(check_range("world", world, 1, status));
-  HC_TRY(check_range("kernel", window->kernel, 1, status));
-  HC_TRY(check_range("stride", window->stride, 1, status));
-  HC_TRY(check_range("dilation", window->dilation, 1, status));
-  HC_TRY(check_range("padding (left)", window->pad_lo, -LARGEST, status));
-  HC_TRY(check_range("padding (right)", window->pad_hi, -LARGEST, status));
-  HC_TRY(check_range("output_padding", window->output_padding, 0, status));
+  HC_TRY(check_range("size", size, 0, LARGEST, status));
+  HC_TRY(check_range("world", world, 1, LARGEST_WORLD, status));
+  HC_TRY(check_range("kernel", window->kernel, 1, LARGEST, status));
+  HC_TRY(check_range("stride", window->stride, 1, LARGEST, status));
+  HC_TRY(check_range("dilation", window->dilation, 1, LARGEST, status));
+  HC_TRY(check_range("padding (left)", window->pad_lo, -LARGEST, LARGEST, status));
+  HC_TRY(check_range("padding (right)", window->pad_hi, -LARGEST, LARGEST, status));
+  HC_TRY(check_range("output_padding", window->output_padding, 0, LARGEST, status));
   if (window->output_padding > 0 && !window->transposed) {
     return hc_fail(status, HC_ERROR_ARGUMENT, "output_padding is %" PRId64 ", expected 0 unless transposed",
                    window->output_padding);

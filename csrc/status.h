@@ -48,8 +48,8 @@ hc_code hc_check_torch(hc_status *status, int32_t error, const char *call);
 void hc_fault_arm(int64_t n);
 /* Whether the call about to be made has to fail. */
 int hc_fault_due(void);
-#define HC_FAULT_OR(call) (hc_fault_due() ? 1 : (call))
-/* For calls that take their arguments over: fails before the call, while they are still the caller's. */
+/* Fails in place of the call that follows, which may be one that takes its arguments over: they are still the
+ * caller's then. */
 #define HC_FAULT_POINT(status)                                   \
   do {                                                           \
     if (hc_fault_due()) {                                        \
@@ -58,7 +58,6 @@ int hc_fault_due(void);
     }                                                            \
   } while (0)
 #else
-#define HC_FAULT_OR(call)      (call)
 #define HC_FAULT_POINT(status) ((void)0)
 #endif
 
@@ -69,6 +68,10 @@ int hc_fault_due(void);
       goto done;           \
     }                      \
   } while (0)
-#define HC_TRY_TORCH(status, call) HC_TRY(hc_check_torch((status), HC_FAULT_OR(call), #call))
+#define HC_TRY_TORCH(status, call)                   \
+  do {                                               \
+    HC_FAULT_POINT(status);                          \
+    HC_TRY(hc_check_torch((status), (call), #call)); \
+  } while (0)
 
 #endif

@@ -58,18 +58,22 @@ def _window(weight, stride, padding, dilation, transposed, output_padding, group
 
 
 def _is_ours(x, weight, groups):
-    """Whether torch's own handler would be wrong, or has no answer."""
-    for tensor, first_spatial in ((x, 2), (weight, 2)):
+    """Whether the convolution is one that torch's own handler gets wrong, or has no answer for.
+
+    Left to torch: nothing sharded, and channels sharded without groups, unless space is sharded too.
+    """
+    sharded = {"x": set(), "weight": set()}
+    for name, tensor in (("x", x), ("weight", weight)):
         for placement in tensor.placements if isinstance(tensor, DTensor) else ():
-            if not placement.is_shard():
-                continue
-            if not _dtensor.is_exactly_shard(placement):
-                return True
-            if placement.dim % tensor.dim() >= first_spatial or (
-                groups > 1 and (tensor is weight or placement.dim == 1)
-            ):
-                return True
-    return False
+            if placement.is_shard():
+                if not _dtensor.is_exactly_shard(placement):
+                    return True
+                sharded[name].add(placement.dim % tensor.dim())
+    if any(dim >= 2 for dims in sharded.values() for dim in dims):
+        return True
+    if groups > 1:
+        return bool(sharded["x"] or sharded["weight"])
+    return sharded["x"] == {0} and not sharded["weight"]
 
 
 def _mesh_of(*tensors):

@@ -65,12 +65,16 @@ class _Channel:
     """What a rank knows about the exchanges of one process group."""
 
     def __init__(self, group):
-        self.group = group
+        self._group = weakref.ref(group)  # its own key in _channels
         self.epoch = 0
         self.next_exchange = 0
         # By peer, oldest first: (epoch, exchange, work, buffer) of sends, and (epoch, work, buffer) of reports.
         self.sends = collections.defaultdict(collections.deque)
         self.reports = collections.defaultdict(lambda: collections.deque(maxlen=_MAX_REPORTS))
+
+    @property
+    def group(self):
+        return self._group()
 
     @property
     def tag(self):

@@ -10,6 +10,7 @@ import contextlib
 from dataclasses import dataclass
 
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 from harness import assert_close, assert_replicated, check_same, mesh_of
 
@@ -255,3 +256,27 @@ def window(case, axis):
         case.transposed,
         case.output_padding[axis] if case.transposed else 0,
     )
+
+
+class Block(nn.Module):
+    """The start of a ConvNeXt: a stem, then x + pointwise(depthwise 7x7(x))."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 4, 4)
+        self.dw = nn.Conv2d(8, 8, 7, padding=3, groups=8)
+        self.pw = nn.Conv2d(8, 8, 1)
+
+    def forward(self, x):
+        x = self.stem(x)
+        return x + self.pw(F.gelu(self.dw(x)))
+
+
+def double(module):
+    torch.manual_seed(0)
+    return module().double()
+
+
+def pairs(plain, sharded):
+    others = dict(sharded.named_parameters())
+    return {name: (p, others[name]) for name, p in plain.named_parameters()}

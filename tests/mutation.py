@@ -26,7 +26,13 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 ENOUGH = 8  # failed tests; pytest stops at twice as many
 TIMEOUT_S = 400
-TESTS = ("tests/test_cases.py", "tests/test_convolution_fuzz.py", "tests/test_plan.py", "tests/test_ops.py")
+TESTS = (
+    "tests/test_cases.py",
+    "tests/test_cases_from_16.py",
+    "tests/test_convolution_fuzz.py",
+    "tests/test_plan.py",
+    "tests/test_ops.py",
+)
 
 
 class Mutant(NamedTuple):

@@ -178,7 +178,7 @@ MUTANTS = [
     ),
     Mutant(
         "bias-everywhere",
-        "the bias gradient is summed over this rank's input columns' share twice",
+        "the bias gradient is summed over the input instead of the output gradient",
         "csrc/convolution.c",
         "HC_TRY(hc_tensor_sum_to_channels(grad_output, &found.bias, status));",
         "HC_TRY(hc_tensor_sum_to_channels(input, &found.bias, status));",

@@ -96,7 +96,10 @@ static void finish_halo_call(StableIValue *stack, int group_index, halo_call *ca
   if (status->code != HC_OK && call->axis.world > 1) {
     (void)snprintf(where, sizeof where, " on rank %" PRId64 " of %" PRId64, call->axis.rank,
                    call->axis.world);
-    hc_transport_report(call->axis.group, status->message);
+    if (call->extents == NULL ||
+        !hc_extents_are_local(call->axis.size, call->axis.world, call->extents, call->axis.periodic)) {
+      hc_transport_report(call->axis.group, status->message);
+    }
   }
   if (status->code != HC_OK) {
     hc_tensor_free(&out);
@@ -221,16 +224,49 @@ done:
   return status->code;
 }
 
-/* Reports a failure to every group of the call and says where it happened. */
-static void report_convolution_call(const convolution_call *call, const hc_status *status, char *where,
-                                    size_t room) {
+/* Whether the convolution exchanges nothing in spatial dimension d, so that no rank waits for this one. */
+static bool sends_nothing(const hc_convolution *conv, int64_t d, AtenTensorHandle weight) {
+  hc_status ignored = {HC_OK, ""};
+  hc_shape shape;
+  hc_interval *extents = NULL;
+  bool result = false;
+  HC_TRY(hc_tensor_shape(weight, &shape, &ignored));
+  if (2 + d >= shape.ndim) {
+    return false;
+  }
+  const hc_window window = {
+      .kernel = shape.sizes[2 + d],
+      .stride = conv->params.stride[d],
+      .pad_lo = conv->pad_lo[d],
+      .pad_hi = conv->pad_hi[d],
+      .dilation = conv->params.dilation[d],
+      .output_padding = conv->params.output_padding[d],
+      .transposed = conv->params.transposed,
+      .periodic = conv->periodic[d],
+  };
+  HC_TRY(hc_window_check(&window, conv->size[d], conv->world[d], &ignored));
+  extents = malloc((size_t)conv->world[d] * sizeof *extents);
+  if (extents != NULL) {
+    hc_window_extents(&window, conv->size[d], conv->world[d], extents);
+    result = hc_extents_are_local(conv->size[d], conv->world[d], extents, window.periodic);
+  }
+done:
+  free(extents);
+  return result;
+}
+
+/* Reports a failure to the groups whose ranks may wait for this one, and says where it happened. */
+static void report_convolution_call(const convolution_call *call, AtenTensorHandle weight,
+                                    const hc_status *status, char *where, size_t room) {
   where[0] = '\0';
   for (int64_t d = 0; status->code != HC_OK && d < call->conv.params.nspatial; ++d) {
     if (call->conv.world[d] > 1 && call->conv.group[d] != NULL) {
       const size_t used = strlen(where);
       (void)snprintf(where + used, room - used, "%s rank %" PRId64 " of %" PRId64 " in dim %" PRId64,
                      used == 0 ? " on" : ",", call->conv.rank[d], call->conv.world[d], 2 + d);
-      hc_transport_report(call->conv.group[d], status->message);
+      if (!sends_nothing(&call->conv, d, weight)) {
+        hc_transport_report(call->conv.group[d], status->message);
+      }
     }
   }
 }
@@ -255,7 +291,7 @@ static void convolution_kernel(StableIValue *stack, uint64_t nargs, uint64_t nou
   HC_TRY(hc_convolution_forward(&call.conv, hc_stable_to_tensor(stack[0]), hc_stable_to_tensor(stack[1]),
                                 bias, &out, &status));
 done:
-  report_convolution_call(&call, &status, where, sizeof where);
+  report_convolution_call(&call, hc_stable_to_tensor(stack[1]), &status, where, sizeof where);
   hc_tensor_free(&bias);
   hc_stable_free_tensor(&stack[0]);
   hc_stable_free_tensor(&stack[1]);
@@ -283,7 +319,7 @@ static void convolution_backward_kernel(StableIValue *stack, uint64_t nargs, uin
   HC_TRY(hc_tensor_absent(grad_output, &grads.weight, &status));
   HC_TRY(hc_tensor_absent(grad_output, &grads.bias, &status));
 done:
-  report_convolution_call(&call, &status, where, sizeof where);
+  report_convolution_call(&call, hc_stable_to_tensor(stack[2]), &status, where, sizeof where);
   for (int i = 0; i < 3; ++i) {
     hc_stable_free_tensor(&stack[i]);
   }

@@ -182,18 +182,23 @@ static int64_t cut_all(int64_t size, int64_t world, int64_t rank, const hc_inter
   return count;
 }
 
+bool hc_extents_are_local(int64_t size, int64_t world, const hc_interval *extents, bool periodic) {
+  const hc_interval all = {0, size};
+  for (int64_t rank = 0; rank < world && world > 1; ++rank) { /* one rank alone wraps around onto itself */
+    const hc_interval owned = hc_shard(size, world, rank);
+    const hc_interval inside = periodic ? extents[rank] : hc_intersect(extents[rank], all);
+    if (hc_length(inside) > 0 && (inside.begin < owned.begin || inside.end > owned.end)) {
+      return false;
+    }
+  }
+  return true;
+}
+
 hc_code hc_route_build(int64_t size, int64_t world, int64_t rank, const hc_interval *extents, bool periodic,
                        hc_route *route, hc_status *status) {
   route->owned = hc_shard(size, world, rank);
   route->extent = extents[rank];
-  route->silent = true;
-  for (int64_t peer = 0; peer < world && world > 1; ++peer) { /* one rank alone wraps around onto itself */
-    const hc_interval owned = hc_shard(size, world, peer), all = {0, size};
-    const hc_interval inside = periodic ? extents[peer] : hc_intersect(extents[peer], all);
-    if (hc_length(inside) > 0 && (inside.begin < owned.begin || inside.end > owned.end)) {
-      route->silent = false;
-    }
-  }
+  route->silent = hc_extents_are_local(size, world, extents, periodic);
   route->nkeeps = cut(route->extent, route->owned, size, periodic, rank, NULL);
   route->nrecvs = cut_all(size, world, rank, extents, periodic, false, NULL);
   route->nsends = cut_all(size, world, rank, extents, periodic, true, NULL);

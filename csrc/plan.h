@@ -81,6 +81,9 @@ typedef struct hc_route {
   bool silent; /* no rank of the group sends anything: decided alike on every rank */
 } hc_route;
 
+/* Whether every rank reads only what it holds, so that nothing is sent. Decided alike on every rank. */
+bool hc_extents_are_local(int64_t size, int64_t world, const hc_interval *extents, bool periodic);
+
 /* extents: one per rank of the group, unclipped. The route owns its arrays: hc_route_free. */
 hc_code hc_route_build(int64_t size, int64_t world, int64_t rank, const hc_interval *extents, bool periodic,
                        hc_route *route, hc_status *status);

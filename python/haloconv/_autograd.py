@@ -7,7 +7,7 @@ that way. Both compute the same.
 
 import torch
 
-from . import _convolution, _ops, _transport
+from . import _convolution, _ops
 from ._dtensor import DTensor, Replicate, strides_of
 
 
@@ -71,9 +71,8 @@ def _autocast(x, *others):
 
 def convolution(x, weight, bias, window):
     """Differentiable sharded convolution of the DTensor `x`; weight and bias plain or DTensors, bias may be None."""
-    with _transport.reporting([] if torch.compiler.is_compiling() else _convolution.groups_of(x)):
-        x, weight, bias = _autocast(x, weight, bias)
-        weight, bias = _as_dtensor(weight, x.device_mesh), _as_dtensor(bias, x.device_mesh)
+    x, weight, bias = _autocast(x, weight, bias)
+    weight, bias = _as_dtensor(weight, x.device_mesh), _as_dtensor(bias, x.device_mesh)
     if not torch.compiler.is_compiling():
         return _Convolution.apply(x, weight, bias, window)
     return _traceable_convolution(x, weight, bias, window)
@@ -82,8 +81,8 @@ def convolution(x, weight, bias, window):
 def _traceable_convolution(x, weight, bias, window):
     mesh = x.device_mesh
     _convolution.check_window(window, x.shape, weight.shape)
+    x = x.redistribute(placements=_convolution.usable(x.placements, mesh, window, x.dim()))
     layout = _convolution.layout_of(mesh, x.placements, weight.placements, window, x.shape)
-    x = x.redistribute(placements=_convolution.reduced(x.placements))
     weight = weight.redistribute(placements=layout.weight)
     local_bias = []
     if bias is not None:

@@ -9,18 +9,19 @@ Each mesh dim plays one role in a convolution, read off the placements of input 
     grouped    Shard(1)   Shard(0)   Shard(1)   Shard(1)        Shard(0)       groups divide evenly
     channels   Replicate  Shard(0)   Shard(1)   Partial         Shard(0)       groups == 1
 
-Weights that lie otherwise are redistributed (they are small), a Partial input is reduced. An activation is never
-gathered: an input that would need it is refused by name.
+Weights that lie otherwise are redistributed (they are small), a Partial input is reduced, an input with sharded
+channels of a dense convolution is sharded in space instead. An activation is never gathered: an input that would need
+it is refused by name.
 """
 
 import typing
 
 import torch
 
-from . import _ops, _transport
+from . import _C, _ops, _transport
 from ._check import on_rank
 from ._dtensor import DTensor, Partial, Replicate, Shard, is_exactly_shard, local_of, wrap, wrap_like
-from ._mesh import check_mesh
+from ._mesh import check_mesh, group_name
 
 
 class Window(typing.NamedTuple):
@@ -122,8 +123,6 @@ def check_tensors(x, weight, bias, out_channels):
 
 
 def _role(mesh_dim, mesh, x_placement, weight_placement, window, x_shape):
-    if isinstance(x_placement, Partial):  # reduced before it gets here
-        x_placement = Replicate()
     if not (isinstance(x_placement, Replicate) or is_exactly_shard(x_placement)):
         raise ValueError(
             f"input has placement {x_placement} on mesh dim {mesh_dim}, expected Shard or Replicate: redistribute it "
@@ -138,7 +137,7 @@ def _role(mesh_dim, mesh, x_placement, weight_placement, window, x_shape):
         return "spatial"
     if dim == 0:
         return "batch"
-    if window.groups > 1 and window.groups % mesh.size(mesh_dim) == 0:
+    if _divides(mesh, mesh_dim, window):
         return "grouped"
     raise ValueError(
         f"input is {x_placement} on mesh dim {mesh_dim} of size {mesh.size(mesh_dim)}, with groups={window.groups}: "
@@ -194,7 +193,7 @@ def layout_of(mesh, x_placements, weight_placements, window, x_shape):
         dims=tuple(dim for dim, _ in spatial),
         ranks=tuple(coordinate[mesh_dim] for _, mesh_dim in spatial),
         worlds=tuple(mesh.size(mesh_dim) for _, mesh_dim in spatial),
-        group_names=tuple(mesh.get_group(mesh_dim).group_name for _, mesh_dim in spatial),
+        group_names=tuple(group_name(mesh, mesh_dim) for _, mesh_dim in spatial),
     )
 
 
@@ -244,31 +243,70 @@ def _redistribute(dtensor, placements):
     return dtensor.redistribute(placements=placements)
 
 
-def reduced(placements):
-    """The placements with every Partial replaced by Replicate."""
-    return [Replicate() if isinstance(placement, Partial) else placement for placement in placements]
+def usable(placements, mesh, window, ndim):
+    """Placements of the input that a convolution can work on, as near to the given ones as possible.
+
+    A Partial is reduced. Channels that cannot stay sharded, since the groups do not divide evenly, are exchanged for
+    the last spatial dim that is whole: an all-to-all, in which no rank gets more than its part. (torch's own rules
+    for pooling and norms shard channels where space was sharded.)
+    """
+    result = [Replicate() if isinstance(placement, Partial) else placement for placement in placements]
+    for mesh_dim, placement in enumerate(result):
+        if is_exactly_shard(placement) and placement.dim % ndim == 1 and not _divides(mesh, mesh_dim, window):
+            taken = {other.dim % ndim for other in result if is_exactly_shard(other)}
+            free = [dim for dim in range(ndim - 1, 1, -1) if dim not in taken]
+            if free:
+                result[mesh_dim] = Shard(free[0])
+    return result
 
 
-def groups_of(x):
-    """Names of the groups that an error in an operation on `x` has to reach."""
+def _divides(mesh, mesh_dim, window):
+    return window.groups > 1 and window.groups % mesh.size(mesh_dim) == 0
+
+
+def _waiting_groups(x, weight, window):
+    """Names of the groups whose ranks may wait for this one, if it fails in a convolution of these arguments."""
+    names = []
     if torch._guards.detect_fake_mode(local_of(x)) is not None:  # tracing: nothing is sent
-        return ()
-    mesh = check_mesh(x.device_mesh)
-    return [
-        mesh.get_group(mesh_dim).group_name
-        for mesh_dim, placement in enumerate(x.placements)
-        if isinstance(placement, Shard) and mesh.size(mesh_dim) > 1
-    ]
+        return names
+    for mesh_dim, placement in enumerate(x.placements):
+        world = x.device_mesh.size(mesh_dim)
+        index = placement.dim % x.dim() - 2 if is_exactly_shard(placement) else -1
+        if world > 1 and index >= 0 and not _sends_nothing(x.shape, weight.shape, window, index, world):
+            names.append(group_name(x.device_mesh, mesh_dim))
+    return names
+
+
+def _sends_nothing(x_shape, weight_shape, window, index, world):
+    try:
+        plan = _C.plan(
+            x_shape[2 + index],
+            world,
+            weight_shape[2 + index],
+            window.stride[index],
+            window.padding[2 * index],
+            window.padding[2 * index + 1],
+            window.dilation[index],
+            window.output_padding[index],
+            window.transposed,
+            window.periodic[index],
+        )
+    except (ValueError, IndexError):  # the very arguments that are wrong: on another rank they may be right
+        return False
+    return not any(rank[5] for rank in plan[1])
 
 
 def _prepare(x, weight, bias, window):
     """Checks everything and brings the tensors to where the layout wants them."""
-    with _transport.reporting(groups_of(x)):
+    with _transport.reporting(lambda: _waiting_groups(x, weight, window)):
+        if torch._guards.detect_fake_mode(local_of(x)) is None:
+            check_mesh(x.device_mesh)
         check_window(window, x.shape, weight.shape)
         check_tensors(
             x, weight, bias, weight.shape[1] * window.groups if window.transposed else weight.shape[0]
         )
-        layout = layout_of(x.device_mesh, x.placements, weight.placements, window, x.shape)
+        placements = usable(x.placements, x.device_mesh, window, x.dim())
+        layout = layout_of(x.device_mesh, placements, weight.placements, window, x.shape)
         for placement in weight.placements:
             if isinstance(placement, Shard) and placement.dim >= 2:
                 raise ValueError(
@@ -277,7 +315,7 @@ def _prepare(x, weight, bias, window):
                 )
     weight = _redistribute(weight, layout.weight)
     bias = None if bias is None else _redistribute(bias, layout.bias)
-    return _redistribute(x, reduced(x.placements)), weight, bias, layout
+    return _redistribute(x, placements), weight, bias, layout
 
 
 def forward(x, weight, bias, window):

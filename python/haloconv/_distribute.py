@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from . import _ops, _transport
+from . import _ops
 from ._check import as_int, on_rank
 from ._dtensor import DTensor, Replicate, Shard, strides_of, wrap
 from ._mesh import check_mesh
@@ -33,6 +33,12 @@ def placements_of(dim, mesh, ndim):
     return [Shard(value) for value in as_dims(dim, mesh, ndim)]
 
 
+def _check_plain(name, tensor):
+    if not isinstance(tensor, torch.Tensor) or isinstance(tensor, DTensor) or tensor.layout != torch.strided:
+        kind = f"{tensor.layout} tensor" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise TypeError(f"{name} is a {kind}, expected a plain, dense torch.Tensor{on_rank()}")
+
+
 def distribute(tensor, mesh, dim=-1):
     """Shards a full tensor that every rank of the mesh holds alike. No communication; differentiable.
 
@@ -49,8 +55,7 @@ def distribute(tensor, mesh, dim=-1):
         TypeError, ValueError: an argument does not fit.
     """
     check_mesh(mesh)
-    if not isinstance(tensor, torch.Tensor) or isinstance(tensor, DTensor):
-        raise TypeError(f"tensor is a {type(tensor).__name__}, expected a plain torch.Tensor{on_rank()}")
+    _check_plain("tensor", tensor)
     placements = placements_of(dim, mesh, tensor.dim())
     tensor = tensor.to(mesh.device_type) if tensor.device.type != mesh.device_type else tensor
     if torch.compiler.is_compiling():
@@ -107,58 +112,56 @@ def distribute_local(local, mesh, dim=-1, size=None):
         local: this rank's slab, ``shard_range(size, mesh)`` of dim `dim`; all other sizes as on the other ranks.
         mesh: a DeviceMesh of n dims.
         dim: the sharded tensor dim; for n > 1 a tuple with one dim for each mesh dim.
-        size: the global size of `dim` (a tuple for n > 1). None: the slabs are added up, which costs one small
-            collective.
+        size: the global size of `dim` (a tuple for n > 1). None: the slabs are added up.
 
     Raises:
         TypeError, ValueError: an argument does not fit, or a slab is not the shard that torch.chunk's rule gives its
-            rank. Without `size` that raises on every rank; with it, on the rank itself, and on the others at their
-            next exchange with it.
+            rank. The ranks compare their shapes first (one small collective), so that raises on every rank.
     """
     check_mesh(mesh)
-    if not isinstance(local, torch.Tensor) or isinstance(local, DTensor):
-        raise TypeError(f"local is a {type(local).__name__}, expected a plain torch.Tensor{on_rank()}")
+    _check_plain("local", local)
     local = local.to(mesh.device_type) if local.device.type != mesh.device_type else local
     dims = as_dims(dim, mesh, local.dim())
-    if size is None:
-        sizes = _added_up(local, mesh, dims)
-    else:
-        sizes = tuple(size) if isinstance(size, (tuple, list)) else (size,)
-    with _transport.reporting([mesh.get_group(mesh_dim).group_name for mesh_dim in range(mesh.ndim)]):
-        bounds = shard_range(sizes, mesh)
-        for tensor_dim, (begin, end), whole in zip(dims, bounds, sizes):
-            if local.shape[tensor_dim] != end - begin:
-                raise ValueError(
-                    f"local has size {local.shape[tensor_dim]} in dim {tensor_dim}, expected {end - begin}: the shard "
-                    f"[{begin}, {end}) of size={whole}{on_rank()}"
-                )
-    shape = list(local.shape)
-    for tensor_dim, whole in zip(dims, sizes):
-        shape[tensor_dim] = whole
-    strides = torch.empty(shape, device="meta", dtype=local.dtype).stride()
+    sizes = None if size is None else tuple(size) if isinstance(size, (tuple, list)) else (size,)
+    shape = _agreed_shape(local, mesh, dims, sizes)
+    strides = strides_of(shape, _ops.is_channels_last(local))
     placements = [Shard(tensor_dim) for tensor_dim in dims]
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides
     )
 
 
-def _added_up(local, mesh, dims):
-    """Global sizes from the slabs; raises on every rank when some rank's slab is not its shard."""
-    sizes = []
+def _agreed_shape(local, mesh, dims, sizes):
+    """The global shape. Raises on every rank of the mesh when some rank's slab does not fit it."""
+    slabs = [(mesh.get_coordinate(), tuple(local.shape), str(local.dtype), sizes)]
+    for mesh_dim in range(mesh.ndim):
+        parts = [None] * mesh.size(mesh_dim)
+        dist.all_gather_object(parts, slabs, group=mesh.get_group(mesh_dim))
+        slabs = [slab for part in parts for slab in part]
+    first, (_, first_shape, dtype, sizes) = slabs[0], slabs[0]
+    for coordinate, slab_shape, *rest in slabs:
+        if rest != list(first[2:]) or len(slab_shape) != len(first_shape):
+            raise ValueError(
+                f"local has {len(slab_shape)} dims, dtype {rest[0]} and size={rest[1]} at {coordinate} of the mesh, "
+                f"expected {len(first_shape)} dims, {dtype} and size={sizes} as at {first[0]}{on_rank()}"
+            )
+    shape = list(first_shape)
     for mesh_dim, tensor_dim in enumerate(dims):
-        group, world = mesh.get_group(mesh_dim), mesh.size(mesh_dim)
-        slabs = [None] * world
-        dist.all_gather_object(slabs, tuple(local.shape), group=group)
-        whole = sum(slab[tensor_dim] for slab in slabs)
-        for rank, slab in enumerate(slabs):
-            begin, end = _ops.shard_bounds(whole, world, rank)
-            if slab[tensor_dim] != end - begin:
-                raise ValueError(
-                    f"local has size {slab[tensor_dim]} in dim {tensor_dim} on rank {rank} of {world}, expected "
-                    f"{end - begin}: its shard [{begin}, {end}) of the slabs' sum {whole}{on_rank()}"
-                )
-        sizes.append(whole)
-    return tuple(sizes)
+        # Along this mesh dim, at the first position of the others: their slabs add up.
+        line = [slab for slab in slabs if not any(slab[0][:mesh_dim]) and not any(slab[0][mesh_dim + 1 :])]
+        whole = sum(slab[1][tensor_dim] for slab in line) if sizes is None else sizes[mesh_dim]
+        shape[tensor_dim] = as_int("size", whole)
+    for coordinate, slab_shape, *_ in slabs:
+        expected = list(shape)
+        for mesh_dim, tensor_dim in enumerate(dims):
+            begin, end = _ops.shard_bounds(shape[tensor_dim], mesh.size(mesh_dim), coordinate[mesh_dim])
+            expected[tensor_dim] = end - begin
+        if list(slab_shape) != expected:
+            raise ValueError(
+                f"local has shape {tuple(slab_shape)} at {coordinate} of the mesh, expected {tuple(expected)}: its "
+                f"shard of {tuple(shape)} in dim(s) {dims}{on_rank()}"
+            )
+    return shape
 
 
 def gather(dtensor):

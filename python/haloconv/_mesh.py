@@ -7,6 +7,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from ._check import on_rank
 
 
+def group_name(mesh, mesh_dim):
+    """Name of the process group of a mesh dim."""
+    try:
+        return mesh.get_group(mesh_dim).group_name
+    except RuntimeError as error:
+        raise ValueError(f"mesh is {mesh}, expected one whose process groups are alive{on_rank()}") from error
+
+
 @functools.lru_cache(maxsize=64)
 def _first_unordered_dim(mesh):
     """The first mesh dim along which global ranks do not ascend, or None."""

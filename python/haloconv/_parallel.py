@@ -26,7 +26,6 @@ class _Parallel:
         self.mesh, self.dim = mesh, dim
         self.shard_inputs, self.gather_outputs = shard_inputs, gather_outputs
         self.reducer = GradientReducer()
-        self.handles = ()
 
     def __deepcopy__(self, memo):
         """A copied module has its own reducer, on the same mesh."""
@@ -36,15 +35,19 @@ class _Parallel:
 
     def install(self, module):
         self.reducer.attach(module)
-        self.handles = (
-            module.register_forward_pre_hook(_before_forward, with_kwargs=True, prepend=True),
-            module.register_forward_hook(_after_forward),
-        )
+        module.register_forward_pre_hook(_before_forward, with_kwargs=True, prepend=True)
+        module.register_forward_hook(_after_forward)
 
-    def remove(self):
+    def remove(self, module):
         self.reducer.detach()
-        for handle in self.handles:
-            handle.remove()
+        for hooks, marks in (
+            (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+            (module._forward_hooks, module._forward_hooks_with_kwargs),
+        ):
+            # By function: a deep copy has the hooks, but no handles for them.
+            for key in [key for key, hook in hooks.items() if hook in (_before_forward, _after_forward)]:
+                del hooks[key]
+                marks.pop(key, None)
 
 
 # The hooks are functions, so that a deep copy of a module shares them; what they need hangs on the module.
@@ -78,7 +81,9 @@ def _shard_images(inputs, state):
                 return tensor
             found.append(tensor)
         image = found[0]
-        if tensor.dim() != image.dim() or any(tensor.shape[dim] != image.shape[dim] for dim in dims):
+        if tensor is not image and (
+            tensor.dim() != image.dim() or any(tensor.shape[dim] != image.shape[dim] for dim in dims)
+        ):
             return tensor
         return distribute(tensor, state.mesh, state.dim)
 
@@ -100,6 +105,11 @@ def _check_module(module, mesh):
     for name, child in module.named_modules():
         if _MARK in child.__dict__:
             raise ValueError(f"module '{name}' is parallelized already, expected one that is not{on_rank()}")
+        if isinstance(child, torch.nn.parallel.DistributedDataParallel):
+            raise ValueError(
+                f"module '{name}' is a DistributedDataParallel, which would not see the new parameters; expected a "
+                f"mesh with the batch on one of its dims, dim=(0, -1), or FSDP2 afterwards{on_rank()}"
+            )
     for table, name, full_name in _named_tensors(module):
         tensor = table[name]
         if isinstance(tensor, DTensor):
@@ -187,7 +197,8 @@ def parallelize(module, mesh, dim=-1, *, shard_inputs=False, gather_outputs=Fals
 
     Args:
         module: any torch.nn.Module, a whole model or a part of one.
-        mesh: a DeviceMesh. With FSDP2 or DDP on another mesh dim give the spatial submesh, ``mesh["w"]``.
+        mesh: a DeviceMesh. For data parallelism beside it either a mesh of two dims and ``dim=(0, -1)``, or FSDP2 on
+            another mesh dim afterwards, and here the spatial submesh, ``mesh["w"]``.
         dim: which dim of an image `shard_inputs` shards; a tuple with one dim for each mesh dim.
         shard_inputs: plain image tensors given to the module are sharded: the first floating-point tensor of three or
             more dims, and every other one that has as many dims and the same size where it is sharded.
@@ -238,7 +249,7 @@ def unparallelize(module):
     """
     if not isinstance(module, torch.nn.Module) or _MARK not in module.__dict__:
         raise ValueError(f"module is {type(module).__name__}, expected one that was parallelized{on_rank()}")
-    module.__dict__.pop(_MARK).remove()
+    module.__dict__.pop(_MARK).remove(module)
     placed = {}
     for table, name, _ in list(_named_tensors(module)):
         tensor = table[name]

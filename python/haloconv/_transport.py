@@ -30,6 +30,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
 
+from ._check import on_rank
+
 HEADER_BYTES, CHUNK_BYTES = 16, 1 << 20  # HC_HEADER_BYTES and HC_CHUNK_BYTES in csrc/transport.h
 _REPORT = -1  # in place of an exchange's number
 _FIRST_TAG = 0x48430000  # keeps haloconv's messages apart from a user's own send and recv on the same group
@@ -110,7 +112,12 @@ _lock = threading.Lock()  # autograd threads and the main thread may both be her
 
 
 def _channel(group_name):
-    group = _resolve_process_group(group_name)
+    try:
+        group = _resolve_process_group(group_name)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"group is '{group_name}', expected a process group that is alive{on_rank()}"
+        ) from error
     channel = _channels.get(group)
     if channel is None:
         channel = _channels[group] = _Channel(group)
@@ -239,17 +246,18 @@ def _report(group_name, message):
 
 
 class reporting:
-    """A block whose errors reach the other ranks of the groups: for checks of arguments, before anything is sent."""
+    """A block whose errors reach the ranks that would wait for this one: for checks of arguments, before anything is
+    sent. `groups` returns the names of their groups; it is called only for an error."""
 
-    def __init__(self, group_names):
-        self.group_names = group_names
+    def __init__(self, groups):
+        self.groups = groups
 
     def __enter__(self):
         return self
 
     def __exit__(self, kind, error, traceback):
         if kind is not None:
-            for name in self.group_names:
+            for name in self.groups():
                 _report(name, str(error))
         return False
 

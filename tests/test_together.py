@@ -36,13 +36,16 @@ def torchs_rule_between(world, between, training):
     (expected**2).mean().backward()
     for (name, p), q in zip(plain.named_parameters(), sharded.parameters()):
         assert_close(full(q.grad), p.grad, f"gradient of {name}")
+    for (name, p), q in zip(plain.named_buffers(), sharded.buffers()):
+        assert_close(full(q).double(), p.double(), f"buffer {name}")
 
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize("world", [2, 3])
 def test_layers_that_torch_shards_by_channels_stand_between_convolutions(world, between, training):
-    """Fails when a convolution refuses, or gets wrong, what torch's rules make of the layer before it."""
+    """Fails when a convolution refuses, or gets wrong, what torch's rules make of the layer before it, or when the
+    running statistics of a batch norm are left behind."""
     run_ranks(world, torchs_rule_between, world, between, training)
 
 

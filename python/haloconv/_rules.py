@@ -1,8 +1,8 @@
 """DTensor rules: ``F.conv2d(dtensor, ...)`` and its kin become right for any spatial sharding.
 
 A rule is a handler (see _dtensor.py) below autograd. It takes the cases that torch gets wrong: convolutions with a
-sharded spatial dim, or with sharded channels and groups, and losses with a mean over uneven shards. Everything else
-goes to what torch had.
+sharded spatial dim, or with sharded batch or channels; losses with a mean over uneven shards; the running statistics
+of batch norms. Everything else goes to what torch had.
 
 Backward rules stay installed once they have been switched on: a backward that runs after `disable_rules` would
 otherwise fall to torch's wrong one.
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from . import _convolution, _dtensor
-from ._dtensor import DTensor
+from ._dtensor import DTensor, Replicate
 from ._version import __version__
 
 aten = torch.ops.aten
@@ -165,6 +165,40 @@ def _as_strided_in_place_rule(op, args, kwargs):
     return tensor if same and not any(offset) else _torchs_own(op, args, kwargs)
 
 
+def _batch_norm_rule(op, args, kwargs):
+    """torch may shard channels for a batch norm, and then updates copies of the running statistics that it drops.
+
+    Given the whole input it updates the statistics themselves. That gathers the input, as torch's rule does too where
+    it does not shard channels; the output is sharded like the input again.
+    """
+    x = args[0]
+    bound = dict(zip((argument.name for argument in op._schema.arguments), args), **kwargs)
+    updates = bound.get("training", True) and bound.get("running_mean") is not None
+    if (
+        not isinstance(x, DTensor)
+        or not updates
+        or not any(placement.is_shard() for placement in x.placements)
+    ):
+        return _torchs_own(op, args, kwargs)
+    whole = x.redistribute(placements=[Replicate()] * x.device_mesh.ndim)
+    out, *statistics = _torchs_own(op, (whole, *args[1:]), kwargs)
+    return out.redistribute(placements=x.placements), *statistics
+
+
+_BATCH_NORMS = [
+    getattr(getattr(aten, name), overload)
+    for name, overload in (
+        ("native_batch_norm", "default"),
+        ("_native_batch_norm_legit", "default"),
+        ("_native_batch_norm_legit_functional", "default"),
+        ("_batch_norm_with_update", "default"),
+        ("_batch_norm_with_update_functional", "default"),
+        ("cudnn_batch_norm", "default"),
+        ("miopen_batch_norm", "default"),
+    )
+]
+
+
 _MEAN, _SUM = 1, 2  # at::Reduction
 
 
@@ -199,6 +233,7 @@ _MEAN_LOSSES_BACKWARD = (
 
 _FORWARD_RULES = {
     aten.convolution.default: _convolution_rule,
+    **dict.fromkeys(_BATCH_NORMS, _batch_norm_rule),
     **{packet.default: _mean_loss_rule for packet in (*_MEAN_LOSSES, aten.binary_cross_entropy_with_logits)},
     **{
         overload: _composite_rule(transposed=False)

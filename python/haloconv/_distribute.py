@@ -84,6 +84,17 @@ class _Distribute(torch.autograd.Function):
         return grad.full_tensor(), None, None
 
 
+def _check_sizes(sizes, mesh):
+    """One size, >= 0, for each dim of the mesh."""
+    if len(sizes) != mesh.ndim:
+        raise ValueError(
+            f"size is {sizes}, expected one size for each dim of the mesh {tuple(mesh.shape)}{on_rank()}"
+        )
+    if any(as_int("size", size) < 0 for size in sizes):
+        raise ValueError(f"size is {sizes}, expected nothing below 0{on_rank()}")
+    return sizes
+
+
 def shard_range(size, mesh):
     """Which part of a dim of `size` this rank holds: (begin, end).
 
@@ -91,15 +102,8 @@ def shard_range(size, mesh):
     """
     check_mesh(mesh)
     sizes = tuple(size) if isinstance(size, (tuple, list)) else (size,)
-    if len(sizes) != mesh.ndim:
-        raise ValueError(
-            f"size is {size!r}, expected one size for each dim of the mesh {tuple(mesh.shape)}{on_rank()}"
-        )
     bounds = []
-    for mesh_dim, value in enumerate(sizes):
-        value = as_int("size", value)
-        if value < 0:
-            raise ValueError(f"size is {size!r}, expected nothing below 0{on_rank()}")
+    for mesh_dim, value in enumerate(_check_sizes(sizes, mesh)):
         bounds.append(_ops.shard_bounds(value, mesh.size(mesh_dim), mesh.get_coordinate()[mesh_dim]))
     bounds = [(int(begin), int(end)) for begin, end in bounds]
     return bounds if isinstance(size, (tuple, list)) else bounds[0]
@@ -145,12 +149,14 @@ def _agreed_shape(local, mesh, dims, sizes):
                 f"local has {len(slab_shape)} dims, dtype {rest[0]} and size={rest[1]} at {coordinate} of the mesh, "
                 f"expected {len(first_shape)} dims, {dtype} and size={sizes} as at {first[0]}{on_rank()}"
             )
+    if sizes is not None:  # only now: before, a rank that raised alone would have left the others waiting
+        _check_sizes(sizes, mesh)
     shape = list(first_shape)
     for mesh_dim, tensor_dim in enumerate(dims):
         # Along this mesh dim, at the first position of the others: their slabs add up.
         line = [slab for slab in slabs if not any(slab[0][:mesh_dim]) and not any(slab[0][mesh_dim + 1 :])]
         whole = sum(slab[1][tensor_dim] for slab in line) if sizes is None else sizes[mesh_dim]
-        shape[tensor_dim] = as_int("size", whole)
+        shape[tensor_dim] = whole
     for coordinate, slab_shape, *_ in slabs:
         expected = list(shape)
         for mesh_dim, tensor_dim in enumerate(dims):

@@ -187,8 +187,8 @@ MUTANTS = [
         "groups-of-all",
         "every rank takes part in the first mesh dim's group",
         "python/haloconv/_convolution.py",
-        "group_names=tuple(mesh.get_group(mesh_dim).group_name for _, mesh_dim in spatial),",
-        "group_names=tuple(mesh.get_group(0).group_name for _, mesh_dim in spatial),",
+        "group_names=tuple(group_name(mesh, mesh_dim) for _, mesh_dim in spatial),",
+        "group_names=tuple(group_name(mesh, 0) for _, mesh_dim in spatial),",
     ),
 ]
 

@@ -68,10 +68,9 @@ done:
   return status->code;
 }
 
-static hc_code work_out_dimension(const hc_convolution *conv, layout *plan, int64_t d, hc_status *status) {
-  dimension *dim = &plan->dims[d];
+hc_window hc_convolution_window(const hc_convolution *conv, int64_t d, int64_t kernel) {
   const hc_window window = {
-      .kernel = plan->weight.sizes[2 + d],
+      .kernel = kernel,
       .stride = conv->params.stride[d],
       .pad_lo = conv->pad_lo[d],
       .pad_hi = conv->pad_hi[d],
@@ -80,6 +79,12 @@ static hc_code work_out_dimension(const hc_convolution *conv, layout *plan, int6
       .transposed = conv->params.transposed,
       .periodic = conv->periodic[d],
   };
+  return window;
+}
+
+static hc_code work_out_dimension(const hc_convolution *conv, layout *plan, int64_t d, hc_status *status) {
+  dimension *dim = &plan->dims[d];
+  const hc_window window = hc_convolution_window(conv, d, plan->weight.sizes[2 + d]);
   const hc_axis axis = {
       .dim = 2 + d,
       .size = conv->world[d] > 1 ? conv->size[d] : plan->input.sizes[2 + d],

@@ -30,6 +30,9 @@ typedef struct hc_convolution {
   const char *group[HC_MAX_SPATIAL];
 } hc_convolution;
 
+/* The window of spatial dimension d. */
+hc_window hc_convolution_window(const hc_convolution *conv, int64_t d, int64_t kernel);
+
 /* input: the local shard, (N, C_in, ...). weight: whole. bias: (C_out,) or NULL. out: the local shard of the output,
  * in the memory format of the input. */
 hc_code hc_convolution_forward(const hc_convolution *conv, AtenTensorHandle input, AtenTensorHandle weight,

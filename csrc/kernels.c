@@ -234,16 +234,7 @@ static bool sends_nothing(const hc_convolution *conv, int64_t d, AtenTensorHandl
   if (2 + d >= shape.ndim) {
     return false;
   }
-  const hc_window window = {
-      .kernel = shape.sizes[2 + d],
-      .stride = conv->params.stride[d],
-      .pad_lo = conv->pad_lo[d],
-      .pad_hi = conv->pad_hi[d],
-      .dilation = conv->params.dilation[d],
-      .output_padding = conv->params.output_padding[d],
-      .transposed = conv->params.transposed,
-      .periodic = conv->periodic[d],
-  };
+  const hc_window window = hc_convolution_window(conv, d, shape.sizes[2 + d]);
   HC_TRY(hc_window_check(&window, conv->size[d], conv->world[d], &ignored));
   extents = malloc((size_t)conv->world[d] * sizeof *extents);
   if (extents != NULL) {

@@ -179,16 +179,10 @@ done:
   return status->code;
 }
 
-hc_code hc_tensor_make_format(AtenTensorHandle *tensor, bool channels_last, hc_status *status) {
+/* Replaces *tensor by a dense copy with the strides of `wanted`. */
+static hc_code replace_by_copy(AtenTensorHandle *tensor, const hc_shape *wanted, hc_status *status) {
   AtenTensorHandle copy = NULL;
-  hc_shape shape;
-  HC_TRY(hc_tensor_shape(*tensor, &shape, status));
-  hc_shape wanted = shape;
-  hc_shape_set_strides(&wanted, channels_last);
-  if (memcmp(shape.strides, wanted.strides, (size_t)shape.ndim * sizeof *shape.strides) == 0) {
-    return HC_OK;
-  }
-  HC_TRY(hc_tensor_empty(&wanted, &copy, status));
+  HC_TRY(hc_tensor_empty(wanted, &copy, status));
   HC_TRY_TORCH(status, aoti_torch_copy_(copy, *tensor, 1));
   hc_tensor_free(tensor);
   *tensor = copy;
@@ -198,8 +192,19 @@ done:
   return status->code;
 }
 
+hc_code hc_tensor_make_format(AtenTensorHandle *tensor, bool channels_last, hc_status *status) {
+  hc_shape shape;
+  HC_TRY(hc_tensor_shape(*tensor, &shape, status));
+  hc_shape wanted = shape;
+  hc_shape_set_strides(&wanted, channels_last);
+  if (memcmp(shape.strides, wanted.strides, (size_t)shape.ndim * sizeof *shape.strides) != 0) {
+    HC_TRY(replace_by_copy(tensor, &wanted, status));
+  }
+done:
+  return status->code;
+}
+
 hc_code hc_tensor_unalias(AtenTensorHandle *tensor, AtenTensorHandle other, hc_status *status) {
-  AtenTensorHandle copy = NULL;
   void *data = NULL, *other_data = NULL;
   hc_shape shape;
   HC_TRY_TORCH(status, aoti_torch_get_data_ptr(*tensor, &data));
@@ -207,14 +212,9 @@ hc_code hc_tensor_unalias(AtenTensorHandle *tensor, AtenTensorHandle other, hc_s
   if (data != NULL && data == other_data) {
     HC_TRY(hc_tensor_shape(*tensor, &shape, status));
     hc_shape_set_strides(&shape, hc_shape_is_channels_last(&shape));
-    HC_TRY(hc_tensor_empty(&shape, &copy, status));
-    HC_TRY_TORCH(status, aoti_torch_copy_(copy, *tensor, 1));
-    hc_tensor_free(tensor);
-    *tensor = copy;
-    copy = NULL;
+    HC_TRY(replace_by_copy(tensor, &shape, status));
   }
 done:
-  hc_tensor_free(&copy);
   return status->code;
 }
 

@@ -197,22 +197,23 @@ def layout_of(mesh, x_placements, weight_placements, window, x_shape):
     )
 
 
+def _numbers(window, weight_shape, index):
+    """One spatial dim's kernel, stride, padding (lo, hi), dilation, output_padding."""
+    return (
+        weight_shape[2 + index],
+        window.stride[index],
+        *window.padding[2 * index : 2 * index + 2],
+        window.dilation[index],
+        window.output_padding[index],
+    )
+
+
 def global_out_shape(x_shape, weight_shape, window):
     """Global output shape."""
     shape = [x_shape[0], weight_shape[1] * window.groups if window.transposed else weight_shape[0]]
-    for index, kernel in enumerate(weight_shape[2:]):
-        shape.append(
-            _ops.window_out_size(
-                x_shape[2 + index],
-                kernel,
-                window.stride[index],
-                window.padding[2 * index],
-                window.padding[2 * index + 1],
-                window.dilation[index],
-                window.output_padding[index],
-                window.transposed,
-            )
-        )
+    for index in range(len(weight_shape) - 2):
+        numbers = _numbers(window, weight_shape, index)
+        shape.append(_ops.window_out_size(x_shape[2 + index], *numbers, window.transposed))
     return shape
 
 
@@ -279,18 +280,8 @@ def _waiting_groups(x, weight, window):
 
 def _sends_nothing(x_shape, weight_shape, window, index, world):
     try:
-        plan = _C.plan(
-            x_shape[2 + index],
-            world,
-            weight_shape[2 + index],
-            window.stride[index],
-            window.padding[2 * index],
-            window.padding[2 * index + 1],
-            window.dilation[index],
-            window.output_padding[index],
-            window.transposed,
-            window.periodic[index],
-        )
+        numbers = _numbers(window, weight_shape, index)
+        plan = _C.plan(x_shape[2 + index], world, *numbers, window.transposed, window.periodic[index])
     except (ValueError, IndexError):  # the very arguments that are wrong: on another rank they may be right
         return False
     return not any(rank[5] for rank in plan[1])

@@ -17,6 +17,9 @@ CALLS = 10_000
 # Bytes that may be left over CALLS calls: far below one byte a call, so that not even a leaked list handle
 # passes. Caches that fill up once (the profiler's, the dispatcher's) are warmed up before.
 ALLOWED_BYTES = 100_000
+# Between ranks gloo's threads keep some memory of their own, whose size depends on timing; a leaked handle is at least
+# 32 bytes a call.
+ALLOWED_BYTES_BETWEEN_RANKS = 20 * CALLS
 
 
 # ------------------------------------------------------------------------------------------------ memory
@@ -60,21 +63,21 @@ def live_tensors():
     return sum(1 for o in gc.get_objects() if issubclass(type(o), torch.Tensor))
 
 
-def leak_of(call, calls=CALLS):
-    """(heap bytes, resident bytes, tensors) that `calls` calls leave behind."""
+def leak_of(call, calls=CALLS, settle=gc.collect):
+    """(heap bytes, resident bytes, tensors) that `calls` calls leave behind. settle: before each measurement."""
     for _ in range(300):
         call()
-    gc.collect()
+    settle()
     heap, resident, tensors = heap_bytes(), resident_bytes(), live_tensors()
     for _ in range(calls):
         call()
-    gc.collect()
+    settle()
     return heap_bytes() - heap, resident_bytes() - resident, live_tensors() - tensors
 
 
-def assert_no_leak(left, what):
+def assert_no_leak(left, what, allowed=ALLOWED_BYTES):
     heap, resident, tensors = left
-    assert heap < ALLOWED_BYTES, f"{what}: {heap} bytes of the heap are left after {CALLS} calls"
+    assert heap < allowed, f"{what}: {heap} bytes of the heap are left after {CALLS} calls"
     assert resident < 30e6, f"{what}: {resident} bytes of memory are left after {CALLS} calls"
     assert tensors <= 0, f"{what}: {tensors} tensors are left"
 
@@ -116,8 +119,8 @@ def leak_with_autograd():
 @pytest.mark.parametrize("world", [1, 2])
 def test_no_leak_of_forward_and_backward(world):
     """Fails when a training step leaves messages, saved tensors or graph nodes behind."""
-    for left in run_ranks(world, leak_with_autograd, timeout=120):
-        assert_no_leak(left, "forward and backward")
+    for left in run_ranks(world, leak_with_autograd, timeout=250):
+        assert_no_leak(left, "forward and backward", ALLOWED_BYTES_BETWEEN_RANKS)
 
 
 def leak_of_messages(kernel, pad, calls):
@@ -135,7 +138,15 @@ def leak_of_messages(kernel, pad, calls):
         if count[0] % 200 == 0:
             dist.barrier()  # so that no rank is far ahead; a queue of what isn't received yet is no leak
 
-    left = leak_of(call, calls)
+    def settle():
+        """What is on its way arrives, and the messages that follow prove it to the senders."""
+        for _ in range(3):
+            dist.barrier()
+            call()
+        dist.barrier()
+        gc.collect()
+
+    left = leak_of(call, calls, settle)
     dist.barrier()
     return left
 
@@ -147,8 +158,8 @@ def leak_of_messages(kernel, pad, calls):
 )
 def test_no_leak_of_messages(kernel, pad, calls):
     """Fails when the buffers or works of messages are kept: also where a rank only ever sends to a peer."""
-    for rank, left in enumerate(run_ranks(2, leak_of_messages, kernel, pad, calls, timeout=120)):
-        assert_no_leak(left, f"exchange on rank {rank}")
+    for rank, left in enumerate(run_ranks(2, leak_of_messages, kernel, pad, calls, timeout=280)):
+        assert_no_leak(left, f"exchange on rank {rank}", ALLOWED_BYTES_BETWEEN_RANKS)
 
 
 def leak_on_error(numbers, calls):
@@ -223,7 +234,7 @@ def leak_of_errors_between_ranks():
 @pytest.mark.parametrize("world", [2, 3])
 def test_errors_on_all_ranks_leave_no_messages_behind(world):
     """Fails when what ranks tell one another about errors piles up, or spoils a later exchange."""
-    for left, count in run_ranks(world, leak_of_errors_between_ranks, timeout=120):
+    for left, count in run_ranks(world, leak_of_errors_between_ranks, timeout=250):
         assert count == 2300
         # gloo itself keeps about 890 bytes for every message with a tag of its own that nobody receives (measured with
         # isend alone), and a rank that failed sends one to each other rank. Ours must not add to that.

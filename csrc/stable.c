@@ -134,12 +134,14 @@ void hc_stable_free_tensor_list(StableIValue *value) {
 
 /* ---- strings ---- */
 
-hc_code hc_stable_from_string(const char *text, StableIValue *out, hc_status *status) {
-  StringHandle string = NULL;
-  HC_TRY_TORCH(status, torch_new_string_handle(text, strlen(text), &string));
-  *out = (StableIValue)(uintptr_t)string;
-done:
-  return status->code;
+hc_code hc_stable_from_text(const char *text, StableIValue *out, hc_status *status) {
+  int64_t bytes[HC_MESSAGE_SIZE];
+  int64_t count = 0;
+  while (text[count] != '\0' && count < HC_MESSAGE_SIZE) {
+    bytes[count] = (unsigned char)text[count];
+    ++count;
+  }
+  return hc_stable_from_ints(bytes, count, out, status);
 }
 
 hc_code hc_stable_to_string(StableIValue value, const char **borrowed, hc_status *status) {

@@ -33,7 +33,8 @@ void hc_stable_free_list(StableIValue *value);
 void hc_stable_free_tensor_list(StableIValue *value); /* and the references in it */
 
 /* Strings. */
-hc_code hc_stable_from_string(const char *text, StableIValue *out, hc_status *status);
+/* Text as int[], one entry a byte: up to 2.13 the dispatcher does not free the strings that it is given. */
+hc_code hc_stable_from_text(const char *text, StableIValue *out, hc_status *status);
 hc_code hc_stable_to_string(StableIValue value, const char **borrowed, hc_status *status);
 void hc_stable_free_string(StableIValue *value);
 

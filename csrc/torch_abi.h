@@ -76,7 +76,6 @@ int32_t torch_list_size(StableListHandle list, size_t *out);
 int32_t torch_list_get_item(StableListHandle list, size_t index, StableIValue *out);
 int32_t torch_list_push_back(StableListHandle list, StableIValue item);
 int32_t torch_delete_list(StableListHandle list);
-int32_t torch_new_string_handle(const char *data, size_t length, StringHandle *out);
 int32_t torch_delete_string(StringHandle string);
 int32_t torch_string_length(StringHandle string, size_t *out);
 int32_t torch_string_c_str(StringHandle string, const char **borrowed);

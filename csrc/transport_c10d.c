@@ -68,12 +68,12 @@ done:
 
 hc_code hc_transport_post(const char *group, const hc_messages *sends, const hc_messages *recvs,
                           const char *op, hc_request *request, hc_status *status) {
-  /* _post(Tensor[] send, int[] to, Tensor[] recv, int[] source, str group, str op) -> int */
+  /* _post(Tensor[] send, int[] to, Tensor[] recv, int[] source, int[] group, int[] op) -> int */
   StableIValue stack[6] = {0, 0, 0, 0, 0, 0};
   HC_TRY(box(sends, &stack[0], &stack[1], status));
   HC_TRY(box(recvs, &stack[2], &stack[3], status));
-  HC_TRY(hc_stable_from_string(group, &stack[4], status));
-  HC_TRY(hc_stable_from_string(op, &stack[5], status));
+  HC_TRY(hc_stable_from_text(group, &stack[4], status));
+  HC_TRY(hc_stable_from_text(op, &stack[5], status));
   HC_FAULT_POINT(status);
   const int32_t error = torch_call_dispatcher("haloconv::_post", "", stack, HC_TORCH_ABI_VERSION);
   const int64_t ticket = hc_stable_to_int(stack[0]);
@@ -87,8 +87,8 @@ done:
   hc_stable_free_list(&stack[1]);
   hc_stable_free_tensor_list(&stack[2]);
   hc_stable_free_list(&stack[3]);
-  hc_stable_free_string(&stack[4]);
-  hc_stable_free_string(&stack[5]);
+  hc_stable_free_list(&stack[4]);
+  hc_stable_free_list(&stack[5]);
   return status->code;
 }
 
@@ -106,11 +106,11 @@ done:
 void hc_transport_report(const char *group, const char *message) {
   hc_status ignored = {HC_OK, ""};
   StableIValue stack[2] = {0, 0};
-  HC_TRY(hc_stable_from_string(group, &stack[0], &ignored));
-  HC_TRY(hc_stable_from_string(message, &stack[1], &ignored));
+  HC_TRY(hc_stable_from_text(group, &stack[0], &ignored));
+  HC_TRY(hc_stable_from_text(message, &stack[1], &ignored));
   (void)torch_call_dispatcher("haloconv::_report", "", stack, HC_TORCH_ABI_VERSION);
   stack[0] = stack[1] = 0; /* taken over by the dispatcher */
 done:
-  hc_stable_free_string(&stack[0]);
-  hc_stable_free_string(&stack[1]);
+  hc_stable_free_list(&stack[0]);
+  hc_stable_free_list(&stack[1]);
 }

@@ -39,9 +39,10 @@ _MAX_REPORTS = 16  # per peer
 _MAX_UNPROVEN_SENDS = 64  # per peer, before a send is waited for after all
 
 _library = torch.library.Library("haloconv", "FRAGMENT")
-_library.define("_post(Tensor[] send, int[] to, Tensor[] recv, int[] source, str group, str op) -> int")
+# Text comes as a list of bytes: see hc_stable_from_text in csrc/stable.h.
+_library.define("_post(Tensor[] send, int[] to, Tensor[] recv, int[] source, int[] group, int[] op) -> int")
 _library.define("_wait(int ticket) -> ()")
-_library.define("_report(str group, str message) -> ()")
+_library.define("_report(int[] group, int[] message) -> ()")
 
 
 class _Statistics:
@@ -262,9 +263,21 @@ class reporting:
         return False
 
 
-_library.impl("_post", _post, "CompositeExplicitAutograd")
+def _text(codes):
+    return bytes(codes).decode(errors="replace")
+
+
+def _post_op(send, to, recv, source, group, op):
+    return _post(send, to, recv, source, _text(group), _text(op))
+
+
+def _report_op(group, message):
+    _report(_text(group), _text(message))
+
+
+_library.impl("_post", _post_op, "CompositeExplicitAutograd")
 _library.impl("_wait", _wait, "CompositeExplicitAutograd")
-_library.impl("_report", _report, "CompositeExplicitAutograd")
+_library.impl("_report", _report_op, "CompositeExplicitAutograd")
 
 
 def comm_stats():

@@ -36,6 +36,11 @@ class Window(typing.NamedTuple):
     periodic: tuple[bool, ...]
 
 
+def pairs(padding):
+    """Symmetric padding, one number a dim, as lo and hi of each dim in turn."""
+    return tuple(side for value in padding for side in (value, value))
+
+
 class Layout(typing.NamedTuple):
     """How a convolution lies on a mesh."""
 

@@ -28,10 +28,6 @@ def _as_tuple(value, n):
     return value * n if len(value) == 1 else value
 
 
-def _pairs(padding):
-    return tuple(side for value in padding for side in (value, value))
-
-
 def _same_padding(weight_shape, dilation):
     """padding='same': the odd one out goes to the right, as in torch."""
     padding = []
@@ -51,7 +47,7 @@ def _window(weight, stride, padding, dilation, transposed, output_padding, group
     elif padding == "valid":
         padding = (0,) * (2 * n)
     else:
-        padding = _pairs(_as_tuple(padding, n))
+        padding = _convolution.pairs(_as_tuple(padding, n))
     return _convolution.Window(
         stride, padding, dilation, transposed, _as_tuple(output_padding, n), groups, (False,) * n
     )

@@ -136,10 +136,7 @@ def _chunks(buffer, cut, receives=False):
     size = buffer.numel()
     if receives:
         buffer = buffer.as_strided((buffer.untyped_storage().nbytes(),), (1,))
-    return [
-        buffer[begin : begin + CHUNK_BYTES] if receives else buffer[begin : min(begin + CHUNK_BYTES, size)]
-        for begin in range(0, size, CHUNK_BYTES)
-    ]
+    return [buffer[begin : begin + CHUNK_BYTES] for begin in range(0, size, CHUNK_BYTES)]
 
 
 def _post(send, to, recv, source, group_name, op):

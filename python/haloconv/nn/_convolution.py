@@ -5,12 +5,8 @@ import torch.nn.functional as F
 
 from .. import _autograd
 from .._check import on_rank
-from .._convolution import Window
+from .._convolution import Window, pairs
 from .._dtensor import DTensor
-
-
-def _pairs(padding):
-    return tuple(side for value in padding for side in (value, value))
 
 
 class _ShardedConvolution:
@@ -75,7 +71,7 @@ class _ShardedTransposed(_ShardedConvolution):
         )
         return input, Window(
             self.stride,
-            _pairs(self.padding),
+            pairs(self.padding),
             self.dilation,
             True,
             tuple(output_padding),

@@ -12,6 +12,7 @@
 /* What each op's arguments mean.
  *
  *   window    [kernel, stride, pad_lo, pad_hi, dilation, output_padding] of the one dimension
+ *   extents   begin, end of each rank in turn: what it reads, in global coordinates; it may leave the tensor
  *   padding   pad_lo, pad_hi of each spatial dimension in turn
  *   periodic  0 or 1 for each spatial dimension
  *   dims      the sharded ones; sizes (global), ranks, worlds: one entry for each of them
@@ -22,11 +23,15 @@
   "periodic, "                                                                                             \
   "int[] dims, SymInt[] sizes, int[] ranks, int[] worlds, str group_names"
 #define WINDOW_ARGUMENTS "int dim, SymInt size, int[] window, bool transposed, bool periodic"
+#define EXTENT_ARGUMENTS "int dim, SymInt size, int[] extents, bool periodic"
 #define PLACE_ARGUMENTS  "int rank, int world, str group"
 
 static const char *const SCHEMAS[] = {
     "halo_exchange(Tensor input, " WINDOW_ARGUMENTS ", float fill, " PLACE_ARGUMENTS ") -> Tensor",
     "halo_reduce(Tensor grad, " WINDOW_ARGUMENTS ", " PLACE_ARGUMENTS ") -> Tensor",
+    "exchange(Tensor input, " EXTENT_ARGUMENTS ", float fill, " PLACE_ARGUMENTS ") -> Tensor",
+    "exchange_reduce(Tensor grad, " EXTENT_ARGUMENTS ", " PLACE_ARGUMENTS ") -> Tensor",
+    "all_reduce(Tensor input, str reduction, " PLACE_ARGUMENTS ") -> Tensor",
     "convolution(Tensor input, Tensor weight, Tensor[] bias, " CONVOLUTION_ARGUMENTS ") -> Tensor",
     "convolution_backward(Tensor grad_output, Tensor input, Tensor weight, " CONVOLUTION_ARGUMENTS
     ", bool need_input, bool need_weight, bool need_bias) -> (Tensor, Tensor, Tensor)",
@@ -43,16 +48,38 @@ static void raise_if_failed(const hc_status *status, const char *name, const cha
   }
 }
 
-/* ---- halo_exchange, halo_reduce ---- */
+/* ---- halo_exchange, halo_reduce, exchange, exchange_reduce ---- */
 
 typedef struct halo_call {
   hc_axis axis;
-  hc_interval *extents; /* owned */
+  hc_interval *extents; /* owned: one per rank */
+  bool planned;         /* whether the extents are known */
 } halo_call;
 
-/* rest: dim, size, window, transposed, periodic; place: rank, world, group. */
-static hc_code read_halo_call(const StableIValue *rest, const StableIValue *place, halo_call *call,
-                              hc_status *status) {
+/* place: rank, world, group. Allocates the extents. */
+static hc_code read_place(const StableIValue *place, halo_call *call, hc_status *status) {
+  call->axis.rank = hc_stable_to_int(place[0]);
+  call->axis.world = hc_stable_to_int(place[1]);
+  HC_TRY(hc_stable_to_string(place[2], &call->axis.group, status));
+  if (call->axis.world < 1 || call->axis.world > HC_LARGEST_WORLD) {
+    return hc_fail(status, HC_ERROR_ARGUMENT, "world is %" PRId64 ", expected 1 to %" PRId64,
+                   call->axis.world, HC_LARGEST_WORLD);
+  }
+  if (call->axis.rank < 0 || call->axis.rank >= call->axis.world) {
+    return hc_fail(status, HC_ERROR_ARGUMENT, "rank is %" PRId64 ", expected 0 to %" PRId64, call->axis.rank,
+                   call->axis.world - 1);
+  }
+  call->extents = malloc((size_t)call->axis.world * sizeof *call->extents);
+  if (call->extents == NULL) {
+    return hc_fail(status, HC_ERROR_MEMORY, "out of memory for the plan of %" PRId64 " ranks",
+                   call->axis.world);
+  }
+done:
+  return status->code;
+}
+
+/* rest: dim, size, window, transposed, periodic. */
+static hc_code read_window(const StableIValue *rest, halo_call *call, hc_status *status) {
   int64_t numbers[6], count = 0;
   HC_TRY(hc_stable_to_ints(rest[2], "window", 6, numbers, &count, status));
   if (count != 6) {
@@ -71,32 +98,56 @@ static hc_code read_halo_call(const StableIValue *rest, const StableIValue *plac
   call->axis.dim = hc_stable_to_int(rest[0]);
   call->axis.size = hc_stable_to_int(rest[1]);
   call->axis.periodic = window.periodic;
-  call->axis.rank = hc_stable_to_int(place[0]);
-  call->axis.world = hc_stable_to_int(place[1]);
-  HC_TRY(hc_stable_to_string(place[2], &call->axis.group, status));
   HC_TRY(hc_window_check(&window, call->axis.size, call->axis.world, status));
-  if (call->axis.rank < 0 || call->axis.rank >= call->axis.world) {
-    return hc_fail(status, HC_ERROR_ARGUMENT, "rank is %" PRId64 ", expected 0 to %" PRId64, call->axis.rank,
-                   call->axis.world - 1);
-  }
-  call->extents = malloc((size_t)call->axis.world * sizeof *call->extents);
-  if (call->extents == NULL) {
-    return hc_fail(status, HC_ERROR_MEMORY, "out of memory for the plan of %" PRId64 " ranks",
-                   call->axis.world);
-  }
   hc_window_extents(&window, call->axis.size, call->axis.world, call->extents);
+  call->planned = true;
 done:
   return status->code;
 }
 
-/* Ends both ops: reports a failure to the group, frees the arguments, returns the result or raises. */
-static void finish_halo_call(StableIValue *stack, int group_index, halo_call *call, AtenTensorHandle out,
+/* rest: dim, size, extents, periodic. */
+static hc_code read_extents(const StableIValue *rest, halo_call *call, hc_status *status) {
+  const int64_t expected = 2 * call->axis.world;
+  int64_t count = 0, *bounds = malloc((size_t)expected * sizeof *bounds);
+  if (bounds == NULL) {
+    (void)hc_fail(status, HC_ERROR_MEMORY, "out of memory for %" PRId64 " extents", call->axis.world);
+    goto done;
+  }
+  call->axis.dim = hc_stable_to_int(rest[0]);
+  call->axis.size = hc_stable_to_int(rest[1]);
+  call->axis.periodic = hc_stable_to_bool(rest[3]);
+  HC_TRY(hc_stable_to_ints(rest[2], "extents", expected, bounds, &count, status));
+  if (count != expected || call->axis.size < 0) {
+    (void)hc_fail(status, HC_ERROR_ARGUMENT,
+                  "extents has %" PRId64 " entries and size is %" PRId64 ", expected %" PRId64 " and >= 0",
+                  count, call->axis.size, expected);
+    goto done;
+  }
+  for (int64_t rank = 0; rank < call->axis.world; ++rank) {
+    const hc_interval extent = {bounds[2 * rank], bounds[2 * rank + 1]};
+    if (extent.end < extent.begin || hc_length(extent) > HC_LARGEST || extent.begin < -HC_LARGEST) {
+      (void)hc_fail(status, HC_ERROR_ARGUMENT,
+                    "the extent of rank %" PRId64 " is [%" PRId64 ", %" PRId64 "), expected an interval",
+                    rank, extent.begin, extent.end);
+      goto done;
+    }
+    call->extents[rank] = extent;
+  }
+  call->planned = true;
+done:
+  free(bounds);
+  return status->code;
+}
+
+/* Ends an op: reports a failure to the group, frees the arguments, returns the result or raises. `list` is the index
+ * of the int[] argument, 0 where there is none. */
+static void finish_halo_call(StableIValue *stack, int list, int group, halo_call *call, AtenTensorHandle out,
                              const char *name, const hc_status *status) {
   char where[64] = "";
   if (status->code != HC_OK && call->axis.world > 1) {
     (void)snprintf(where, sizeof where, " on rank %" PRId64 " of %" PRId64, call->axis.rank,
                    call->axis.world);
-    if (call->extents == NULL ||
+    if (!call->planned ||
         !hc_extents_are_local(call->axis.size, call->axis.world, call->extents, call->axis.periodic)) {
       hc_transport_report(call->axis.group, status->message);
     }
@@ -106,35 +157,97 @@ static void finish_halo_call(StableIValue *stack, int group_index, halo_call *ca
   }
   free(call->extents);
   hc_stable_free_tensor(&stack[0]);
-  hc_stable_free_list(&stack[3]);
-  hc_stable_free_string(&stack[group_index]);
+  if (list > 0) {
+    hc_stable_free_list(&stack[list]);
+  }
+  hc_stable_free_string(&stack[group]);
   raise_if_failed(status, name, where);
   stack[0] = (StableIValue)(uintptr_t)out;
 }
 
+static const halo_call NO_CALL = {{0, 0, 1, 0, false, NULL}, NULL, false};
+
 static void halo_exchange_kernel(StableIValue *stack, uint64_t nargs, uint64_t nouts) {
   hc_status status = {HC_OK, ""};
-  halo_call call = {{0, 0, 1, 0, false, NULL}, NULL};
+  halo_call call = NO_CALL;
   AtenTensorHandle out = NULL;
   (void)nargs, (void)nouts;
-  HC_TRY(read_halo_call(&stack[1], &stack[7], &call, &status));
+  HC_TRY(read_place(&stack[7], &call, &status));
+  HC_TRY(read_window(&stack[1], &call, &status));
   HC_TRY(hc_halo_exchange(hc_stable_to_tensor(stack[0]), &call.axis, call.extents, 0,
                           hc_stable_to_double(stack[6]), "halo_exchange", &out, &status));
   HC_TRY(hc_tensor_unalias(&out, hc_stable_to_tensor(stack[0]), &status));
 done:
-  finish_halo_call(stack, 9, &call, out, "halo_exchange", &status);
+  finish_halo_call(stack, 3, 9, &call, out, "halo_exchange", &status);
 }
 
 static void halo_reduce_kernel(StableIValue *stack, uint64_t nargs, uint64_t nouts) {
   hc_status status = {HC_OK, ""};
-  halo_call call = {{0, 0, 1, 0, false, NULL}, NULL};
+  halo_call call = NO_CALL;
   AtenTensorHandle out = NULL;
   (void)nargs, (void)nouts;
-  HC_TRY(read_halo_call(&stack[1], &stack[6], &call, &status));
+  HC_TRY(read_place(&stack[6], &call, &status));
+  HC_TRY(read_window(&stack[1], &call, &status));
   HC_TRY(
       hc_halo_reduce(hc_stable_to_tensor(stack[0]), &call.axis, call.extents, "halo_reduce", &out, &status));
 done:
-  finish_halo_call(stack, 8, &call, out, "halo_reduce", &status);
+  finish_halo_call(stack, 3, 8, &call, out, "halo_reduce", &status);
+}
+
+static void exchange_kernel(StableIValue *stack, uint64_t nargs, uint64_t nouts) {
+  hc_status status = {HC_OK, ""};
+  halo_call call = NO_CALL;
+  AtenTensorHandle out = NULL;
+  (void)nargs, (void)nouts;
+  HC_TRY(read_place(&stack[6], &call, &status));
+  HC_TRY(read_extents(&stack[1], &call, &status));
+  HC_TRY(hc_halo_exchange(hc_stable_to_tensor(stack[0]), &call.axis, call.extents, 0,
+                          hc_stable_to_double(stack[5]), "exchange", &out, &status));
+  HC_TRY(hc_tensor_unalias(&out, hc_stable_to_tensor(stack[0]), &status));
+done:
+  finish_halo_call(stack, 3, 8, &call, out, "exchange", &status);
+}
+
+static void exchange_reduce_kernel(StableIValue *stack, uint64_t nargs, uint64_t nouts) {
+  hc_status status = {HC_OK, ""};
+  halo_call call = NO_CALL;
+  AtenTensorHandle out = NULL;
+  (void)nargs, (void)nouts;
+  HC_TRY(read_place(&stack[5], &call, &status));
+  HC_TRY(read_extents(&stack[1], &call, &status));
+  HC_TRY(hc_halo_reduce(hc_stable_to_tensor(stack[0]), &call.axis, call.extents, "exchange_reduce", &out,
+                        &status));
+done:
+  finish_halo_call(stack, 3, 7, &call, out, "exchange_reduce", &status);
+}
+
+/* ---- all_reduce ---- */
+
+/* The ranks' tensors come as the rows of one buffer, in rank order: so the result is the same, bit for bit, on all of
+ * them. That is the right trade for the few kilobytes of a norm's statistics, for which it is meant. */
+static void all_reduce_kernel(StableIValue *stack, uint64_t nargs, uint64_t nouts) {
+  hc_status status = {HC_OK, ""};
+  halo_call call = NO_CALL;
+  AtenTensorHandle row = NULL, rows = NULL, out = NULL;
+  const char *reduction = NULL;
+  hc_shape shape;
+  (void)nargs, (void)nouts;
+  HC_TRY(read_place(&stack[2], &call, &status));
+  HC_TRY(hc_tensor_shape(hc_stable_to_tensor(stack[0]), &shape, &status));
+  HC_TRY(hc_stable_to_string(stack[1], &reduction, &status));
+  for (int64_t rank = 0; rank < call.axis.world; ++rank) {
+    call.extents[rank] = (hc_interval){0, call.axis.world};
+  }
+  call.axis.size = call.axis.world;
+  call.planned = true;
+  HC_TRY(hc_tensor_as_row(hc_stable_to_tensor(stack[0]), &row, &status));
+  HC_TRY(hc_halo_exchange(row, &call.axis, call.extents, 0, 0.0, "all_reduce", &rows, &status));
+  HC_TRY(hc_tensor_reduce_rows(rows, reduction, &shape, &out, &status));
+done:
+  hc_tensor_free(&row);
+  hc_tensor_free(&rows);
+  hc_stable_free_string(&stack[1]);
+  finish_halo_call(stack, 0, 4, &call, out, "all_reduce", &status);
 }
 
 /* ---- convolution, convolution_backward ---- */
@@ -338,6 +451,9 @@ static hc_code register_for(const char *dispatch_key, hc_status *status) {
   } kernels[] = {
       {"halo_exchange", halo_exchange_kernel},
       {"halo_reduce", halo_reduce_kernel},
+      {"exchange", exchange_kernel},
+      {"exchange_reduce", exchange_reduce_kernel},
+      {"all_reduce", all_reduce_kernel},
       {"convolution", convolution_kernel},
       {"convolution_backward", convolution_backward_kernel},
   };

@@ -4,10 +4,6 @@
 #include <inttypes.h>
 #include <stdlib.h>
 
-/* Keeps every product of two of these far from overflow. */
-static const int64_t LARGEST = INT64_C(1) << 30;
-static const int64_t LARGEST_WORLD = INT64_C(1) << 20; /* a plan has an entry for each rank */
-
 static int64_t reach(const hc_window *window) { return window->dilation * (window->kernel - 1); }
 
 static hc_code check_range(const char *name, int64_t value, int64_t low, int64_t high, hc_status *status) {
@@ -19,14 +15,14 @@ static hc_code check_range(const char *name, int64_t value, int64_t low, int64_t
 }
 
 hc_code hc_window_check(const hc_window *window, int64_t size, int64_t world, hc_status *status) {
-  HC_TRY(check_range("size", size, 0, LARGEST, status));
-  HC_TRY(check_range("world", world, 1, LARGEST_WORLD, status));
-  HC_TRY(check_range("kernel", window->kernel, 1, LARGEST, status));
-  HC_TRY(check_range("stride", window->stride, 1, LARGEST, status));
-  HC_TRY(check_range("dilation", window->dilation, 1, LARGEST, status));
-  HC_TRY(check_range("padding (left)", window->pad_lo, -LARGEST, LARGEST, status));
-  HC_TRY(check_range("padding (right)", window->pad_hi, -LARGEST, LARGEST, status));
-  HC_TRY(check_range("output_padding", window->output_padding, 0, LARGEST, status));
+  HC_TRY(check_range("size", size, 0, HC_LARGEST, status));
+  HC_TRY(check_range("world", world, 1, HC_LARGEST_WORLD, status));
+  HC_TRY(check_range("kernel", window->kernel, 1, HC_LARGEST, status));
+  HC_TRY(check_range("stride", window->stride, 1, HC_LARGEST, status));
+  HC_TRY(check_range("dilation", window->dilation, 1, HC_LARGEST, status));
+  HC_TRY(check_range("padding (left)", window->pad_lo, -HC_LARGEST, HC_LARGEST, status));
+  HC_TRY(check_range("padding (right)", window->pad_hi, -HC_LARGEST, HC_LARGEST, status));
+  HC_TRY(check_range("output_padding", window->output_padding, 0, HC_LARGEST, status));
   if (window->output_padding > 0 && !window->transposed) {
     return hc_fail(status, HC_ERROR_ARGUMENT, "output_padding is %" PRId64 ", expected 0 unless transposed",
                    window->output_padding);

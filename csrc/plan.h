@@ -28,6 +28,10 @@
 #include "shard.h"
 #include "status.h"
 
+/* Sizes above HC_LARGEST are refused, which keeps every product of two of them far from overflow. */
+#define HC_LARGEST       (INT64_C(1) << 30)
+#define HC_LARGEST_WORLD (INT64_C(1) << 20) /* a plan has an entry for each rank */
+
 /* The window of one dimension. For a transposed convolution it describes the convolution whose adjoint it is. */
 typedef struct hc_window {
   int64_t kernel, stride, pad_lo, pad_hi, dilation, output_padding;

@@ -231,32 +231,76 @@ done:
   return status->code;
 }
 
+/* Calls an ATen op of (Tensor, int[]) or (Tensor, int[], bool), which returns a tensor. keepdim < 0: without it. */
+static hc_code call_with_ints(const char *op, AtenTensorHandle tensor, const int64_t *ints, int64_t count,
+                              int keepdim, AtenTensorHandle *out, hc_status *status) {
+  StableIValue stack[3] = {0, 0, keepdim > 0};
+  HC_TRY(hc_stable_from_ints(ints, count, &stack[1], status));
+  HC_TRY(hc_stable_from_tensor(tensor, &stack[0], status));
+  HC_FAULT_POINT(status);
+  const int32_t error = torch_call_dispatcher(op, "", stack, HC_TORCH_ABI_VERSION);
+  stack[1] = 0; /* the dispatcher has taken both arguments over, also when it fails */
+  if (error != 0) {
+    stack[0] = 0;
+  }
+  HC_TRY(hc_check_torch(status, error, op));
+  *out = hc_stable_to_tensor(stack[0]);
+  stack[0] = 0;
+done:
+  hc_stable_free_list(&stack[1]);
+  hc_stable_free_tensor(&stack[0]);
+  return status->code;
+}
+
 hc_code hc_tensor_sum_to_channels(AtenTensorHandle tensor, AtenTensorHandle *out, hc_status *status) {
   AtenTensorHandle sum = NULL;
   hc_shape shape;
-  StableIValue stack[2] = {0, 0};
   HC_TRY(hc_tensor_shape(tensor, &shape, status));
   int64_t sizes[HC_MAX_DIM];
   for (int64_t dim = 0; dim < shape.ndim; ++dim) {
     sizes[dim] = dim == 1 ? shape.sizes[1] : 1;
   }
-  HC_TRY(hc_stable_from_ints(sizes, shape.ndim, &stack[1], status));
-  HC_TRY(hc_stable_from_tensor(tensor, &stack[0], status));
-  HC_FAULT_POINT(status);
-  const int32_t error = torch_call_dispatcher("aten::sum_to_size", "", stack, HC_TORCH_ABI_VERSION);
-  stack[1] = 0; /* the dispatcher has taken both arguments over, also when it fails */
-  if (error != 0) {
-    stack[0] = 0;
-  }
-  HC_TRY_TORCH(status, error);
-  sum = hc_stable_to_tensor(stack[0]);
-  stack[0] = 0;
+  HC_TRY(call_with_ints("aten::sum_to_size", tensor, sizes, shape.ndim, -1, &sum, status));
   const int64_t channels = shape.sizes[1], stride = 1;
   HC_TRY_TORCH(status, aoti_torch__reinterpret_tensor(sum, 1, &channels, &stride, 0, out));
 done:
   hc_tensor_free(&sum);
-  hc_stable_free_list(&stack[1]);
-  hc_stable_free_tensor(&stack[0]);
+  return status->code;
+}
+
+/* ---- rows ---- */
+
+hc_code hc_tensor_as_row(AtenTensorHandle tensor, AtenTensorHandle *out, hc_status *status) {
+  AtenTensorHandle dense = NULL;
+  hc_shape shape;
+  HC_TRY(hc_tensor_share(tensor, &dense, status));
+  HC_TRY(hc_tensor_make_format(&dense, false, status));
+  HC_TRY(hc_tensor_shape(dense, &shape, status));
+  const int64_t sizes[2] = {1, hc_shape_numel(&shape)}, strides[2] = {hc_max(sizes[1], 1), 1};
+  HC_TRY_TORCH(status, aoti_torch__reinterpret_tensor(dense, 2, sizes, strides, 0, out));
+done:
+  hc_tensor_free(&dense);
+  return status->code;
+}
+
+hc_code hc_tensor_reduce_rows(AtenTensorHandle rows, const char *reduction, const hc_shape *shape,
+                              AtenTensorHandle *out, hc_status *status) {
+  AtenTensorHandle reduced = NULL;
+  hc_shape row = *shape;
+  const int64_t first_dim = 0, one_row[2] = {1, hc_shape_numel(shape)};
+  if (strcmp(reduction, "sum") == 0) {
+    HC_TRY(call_with_ints("aten::sum_to_size", rows, one_row, 2, -1, &reduced, status));
+  } else if (strcmp(reduction, "max") == 0) {
+    HC_TRY(call_with_ints("aten::amax", rows, &first_dim, 1, 1, &reduced, status));
+  } else if (strcmp(reduction, "min") == 0) {
+    HC_TRY(call_with_ints("aten::amin", rows, &first_dim, 1, 1, &reduced, status));
+  } else {
+    return hc_fail(status, HC_ERROR_ARGUMENT, "reduction is '%s', expected 'sum', 'max' or 'min'", reduction);
+  }
+  hc_shape_set_strides(&row, false);
+  HC_TRY_TORCH(status, aoti_torch__reinterpret_tensor(reduced, row.ndim, row.sizes, row.strides, 0, out));
+done:
+  hc_tensor_free(&reduced);
   return status->code;
 }
 

@@ -59,6 +59,12 @@ hc_code hc_tensor_absent(AtenTensorHandle like, AtenTensorHandle *tensor, hc_sta
 /* Sum over all dimensions but 1: what a bias gradient is. Shape (C,). */
 hc_code hc_tensor_sum_to_channels(AtenTensorHandle tensor, AtenTensorHandle *out, hc_status *status);
 
+/* The elements as one contiguous row, shape (1, numel): a view where that is possible. */
+hc_code hc_tensor_as_row(AtenTensorHandle tensor, AtenTensorHandle *out, hc_status *status);
+/* The "sum", "max" or "min" over the rows of an (n, numel) tensor, with the sizes of `shape`. */
+hc_code hc_tensor_reduce_rows(AtenTensorHandle rows, const char *reduction, const hc_shape *shape,
+                              AtenTensorHandle *out, hc_status *status);
+
 /* The parameters of a local convolution, in ATen's terms. */
 typedef struct hc_conv_params {
   int64_t nspatial;

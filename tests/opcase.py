@@ -88,6 +88,21 @@ def samples():
                 (random(2, extent, 3), 1, size, window, transposed, periodic, 0, 1, group),
             )
         )
+    for extents, periodic in [([-2, 7], False), ([1, 4], False), ([3, 8], True), ([2, 2], False)]:
+        length = extents[1] - extents[0]
+        place = (0, 1, group)
+        made.append(
+            ("exchange", ops.exchange.default, (random(2, 5, 3), 1, 5, extents, periodic, 0.0, *place))
+        )
+        made.append(
+            (
+                "exchange_reduce",
+                ops.exchange_reduce.default,
+                (random(2, length, 3), 1, 5, extents, periodic, *place),
+            )
+        )
+    for shape in ((3, 2), (), (0,)):
+        made.append(("all_reduce", ops.all_reduce.default, (random(*shape), "sum", 0, 1, group)))
     for nd, options, channels in [
         (1, {}, (2, 3)),
         (2, {}, (2, 3)),
@@ -161,7 +176,22 @@ def wrong_calls():
     def exchange(tensor=x, dim=3, size=4, window=(3, 1, 1, 1, 1, 0), rank=0, world=1, name=group):
         return ops.halo_exchange(tensor, dim, size, list(window), False, False, 0.0, rank, world, name)
 
+    def reduce(tensor=x, reduction="sum", rank=0, world=1):
+        return ops.all_reduce(tensor, reduction, rank, world, group)
+
+    def read(extents, tensor=x, size=4, rank=0, world=1):
+        return ops.exchange(tensor, 3, size, extents, False, 0.0, rank, world, group)
+
     return [
+        ("extents", lambda: read([0])),
+        ("extents", lambda: read([0, 4, 0, 4])),
+        ("extent", lambda: read([3, 2])),
+        ("extent", lambda: read([0, 2**40])),
+        ("size", lambda: read([0, 2], size=3)),
+        ("rank", lambda: read([0, 2], rank=1)),
+        ("reduction", lambda: reduce(reduction="median")),
+        ("rank", lambda: reduce(rank=-1)),
+        ("world", lambda: reduce(world=0)),
         ("stride", lambda: conv(stride=[0, 1])),
         ("stride|padding", lambda: conv(stride=[1])),
         ("stride", lambda: conv(stride=[1, 1, 1, 1, 1])),

@@ -5,7 +5,7 @@ import operator
 
 import torch.distributed as dist
 
-_LARGEST = 2**30  # LARGEST in csrc/plan.c
+_LARGEST = 2**30  # HC_LARGEST in csrc/plan.h
 
 
 def on_rank():

@@ -5,6 +5,8 @@
   changed after import.
 * specs: a DTensor is built from a local tensor and a DTensorSpec. `DTensor.from_local` does that too, but as an
   autograd function, and below autograd (in a handler) the constructor is the right call.
+* propagation: ``_propagate_op_sharding_dispatch_slow_path`` is where DTensor decides how an op's inputs have to lie, for
+  every combination that it has not cached. What it returns, if it is no decision, is taken for the op's result.
 * implicit replication: plain tensors in DTensor operations count as replicated.
 
 `probe` fails loudly if any of it has moved.
@@ -13,6 +15,7 @@
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils._pytree import tree_leaves
 
 __all__ = ["DTensor", "Partial", "Replicate", "Shard"]
 
@@ -29,6 +32,12 @@ def probe():
             "DTensor._op_dispatcher._allow_implicit_replication": hasattr(
                 dispatcher, "_allow_implicit_replication"
             ),
+            "DTensor._op_dispatcher._propagate_op_sharding_dispatch_slow_path": hasattr(
+                dispatcher, "_propagate_op_sharding_dispatch_slow_path"
+            ),
+            "torch._C._clear_DTensor_sharding_propagator_cache": hasattr(
+                torch._C, "_clear_DTensor_sharding_propagator_cache"
+            ),
             "DTensorSpec.tensor_meta": "tensor_meta" in DTensorSpec.__dataclass_fields__,
             "DTensor._local_tensor": "_local_tensor" in DTensor.__slots__,
         }.items()
@@ -44,6 +53,40 @@ def probe():
 def handlers():
     """The table op -> handler(op, args, kwargs)."""
     return DTensor._op_dispatcher._custom_op_handlers
+
+
+def intercept_propagation(decide):
+    """From now on ``decide(propagate, op, args, kwargs)`` stands in for DTensor's own decision `propagate()`."""
+    dispatcher = DTensor._op_dispatcher
+    propagate = type(dispatcher)._propagate_op_sharding_dispatch_slow_path.__get__(dispatcher)
+
+    def intercepted(op, args, kwargs, *rest):
+        return decide(lambda: propagate(op, args, kwargs, *rest), op, args, kwargs)
+
+    dispatcher._propagate_op_sharding_dispatch_slow_path = intercepted
+    torch._C._clear_DTensor_sharding_propagator_cache()  # decisions that nobody has looked at
+
+
+def release_propagation():
+    """Undoes `intercept_propagation`."""
+    DTensor._op_dispatcher.__dict__.pop("_propagate_op_sharding_dispatch_slow_path", None)
+
+
+def redistributed_specs(decision, args, kwargs):
+    """(spec before, spec after) of the arguments that a decision of DTensor's redistributes."""
+    if not getattr(decision, "needs_redistribute", False) or decision.redistribute_schema is None:
+        return []
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor)]
+    after = decision.redistribute_schema
+    specs = [x for x in tree_leaves((after.args_schema, after.kwargs_schema)) if isinstance(x, DTensorSpec)]
+    return [(x._spec, spec) for x, spec in zip(tensors, specs)]
+
+
+def orders_shards_anew(decision):
+    """Whether a decision of DTensor's gives an output a placement of Shard's private kin."""
+    specs = [x for x in tree_leaves(getattr(decision, "output_spec", None)) if isinstance(x, DTensorSpec)]
+    plain = (Shard, Partial, Replicate)
+    return any(type(placement) not in plain for spec in specs for placement in spec.placements)
 
 
 def allow_implicit_replication():

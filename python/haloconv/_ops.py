@@ -3,6 +3,8 @@
 ``torch.ops.haloconv.*`` work on local tensors and know nothing of DTensor:
 
 * ``halo_exchange``: shard -> the interval that the rank's windows read; ``halo_reduce`` is its adjoint.
+* ``exchange``, ``exchange_reduce``: the same for intervals that are given, one for each rank.
+* ``all_reduce``: "sum", "max" or "min" over the ranks of a group, for small tensors.
 * ``convolution``, ``convolution_backward``: the sharded convolution. A weight or bias gradient is this rank's part, to
   be summed over the ranks. The backward may be differentiated again, any number of times.
 
@@ -116,6 +118,51 @@ torch.library.register_autograd(
 torch.library.register_autograd(
     "haloconv::halo_reduce", _halo_reduce_backward, setup_context=_save_all_but(0)
 )
+
+
+# ---- exchange, exchange_reduce, all_reduce ----
+
+
+@torch.library.register_fake("haloconv::exchange")
+def _(input, dim, size, extents, periodic, fill, rank, world, group):
+    sizes = list(input.shape)
+    sizes[dim] = extents[2 * rank + 1] - extents[2 * rank]
+    return _new_like(input, sizes, input)
+
+
+@torch.library.register_fake("haloconv::exchange_reduce")
+def _(grad, dim, size, extents, periodic, rank, world, group):
+    sizes = list(grad.shape)
+    begin, end = shard_bounds(size, world, rank)
+    sizes[dim] = end - begin
+    return _new_like(grad, sizes, grad)
+
+
+@torch.library.register_fake("haloconv::all_reduce")
+def _(input, reduction, rank, world, group):
+    return input.new_empty(input.shape)
+
+
+def _exchange_backward(ctx, grad):
+    return ops.exchange_reduce(grad, *ctx.rest), *[None] * 8
+
+
+def _exchange_reduce_backward(ctx, grad):
+    dim, size, extents, periodic, rank, world, group = ctx.rest
+    return ops.exchange(grad, dim, size, extents, periodic, 0.0, rank, world, group), *[None] * 7
+
+
+def _all_reduce_backward(ctx, grad):
+    if ctx.rest[0] != "sum":
+        raise RuntimeError(f"reduction is '{ctx.rest[0]}', expected 'sum': no other has a derivative")
+    return ops.all_reduce(grad, *ctx.rest), None, None, None, None
+
+
+torch.library.register_autograd("haloconv::exchange", _exchange_backward, setup_context=_save_all_but(0, 5))
+torch.library.register_autograd(
+    "haloconv::exchange_reduce", _exchange_reduce_backward, setup_context=_save_all_but(0)
+)
+torch.library.register_autograd("haloconv::all_reduce", _all_reduce_backward, setup_context=_save_all_but(0))
 
 
 # ---- convolution ----
@@ -255,5 +302,13 @@ torch.library.register_autograd(
     setup_context=_convolution_backward_setup,
 )
 
-for _name in ("halo_exchange", "halo_reduce", "convolution", "convolution_backward"):
+for _name in (
+    "halo_exchange",
+    "halo_reduce",
+    "exchange",
+    "exchange_reduce",
+    "all_reduce",
+    "convolution",
+    "convolution_backward",
+):
     torch.library._register_effectful_op(f"haloconv::{_name}", EffectType.ORDERED)

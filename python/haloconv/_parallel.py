@@ -12,8 +12,8 @@ from ._distribute import distribute, gather
 from ._dtensor import DTensor, Replicate
 from ._gradients import GradientReducer
 from ._mesh import check_mesh
+from ._rules import MARK  # on the parallelized module: its _Parallel
 
-_MARK = "_haloconv"  # on the parallelized module: its _Parallel
 _WAS = "_haloconv_was"  # on a swapped layer: the class it had
 
 _SWAPS = {getattr(torch.nn, name): getattr(nn, name) for name in nn.__all__}
@@ -22,14 +22,16 @@ _SWAPS = {getattr(torch.nn, name): getattr(nn, name) for name in nn.__all__}
 class _Parallel:
     """What parallelize leaves on a module, and its forward hooks."""
 
-    def __init__(self, mesh, dim, shard_inputs, gather_outputs):
+    def __init__(self, mesh, dim, shard_inputs, gather_outputs, on_missing):
         self.mesh, self.dim = mesh, dim
         self.shard_inputs, self.gather_outputs = shard_inputs, gather_outputs
+        self.on_missing = on_missing
         self.reducer = GradientReducer()
+        _rules.add_policy(self)
 
     def __deepcopy__(self, memo):
         """A copied module has its own reducer, on the same mesh."""
-        copy = _Parallel(self.mesh, self.dim, self.shard_inputs, self.gather_outputs)
+        copy = _Parallel(self.mesh, self.dim, self.shard_inputs, self.gather_outputs, self.on_missing)
         memo[id(self)] = copy
         return copy
 
@@ -54,7 +56,7 @@ class _Parallel:
 
 
 def _before_forward(module, args, kwargs):
-    state = module.__dict__[_MARK]
+    state = module.__dict__[MARK]
     if not torch.compiler.is_compiling():
         state.reducer.attach(module)
     if state.shard_inputs:
@@ -63,7 +65,7 @@ def _before_forward(module, args, kwargs):
 
 
 def _after_forward(module, args, output):
-    if module.__dict__[_MARK].gather_outputs:
+    if module.__dict__[MARK].gather_outputs:
         return tree_map_only(DTensor, gather, output)
     return output
 
@@ -103,7 +105,7 @@ def _check_module(module, mesh):
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"module is a {type(module).__name__}, expected a torch.nn.Module{on_rank()}")
     for name, child in module.named_modules():
-        if _MARK in child.__dict__:
+        if MARK in child.__dict__:
             raise ValueError(f"module '{name}' is parallelized already, expected one that is not{on_rank()}")
         if isinstance(child, torch.nn.parallel.DistributedDataParallel):
             raise ValueError(
@@ -187,7 +189,9 @@ def _as_replicated(tensor, mesh, broadcast):
     return parameter
 
 
-def parallelize(module, mesh, dim=-1, *, shard_inputs=False, gather_outputs=False, broadcast=True):
+def parallelize(
+    module, mesh, dim=-1, *, shard_inputs=False, gather_outputs=False, broadcast=True, on_missing="error"
+):
     """Makes a module work on sharded DTensors, in place.
 
     Its parameters and buffers become ``Replicate`` DTensors on `mesh`, its convolutions the `haloconv.nn` layers of the
@@ -203,6 +207,9 @@ def parallelize(module, mesh, dim=-1, *, shard_inputs=False, gather_outputs=Fals
         shard_inputs: plain image tensors given to the module are sharded: the first floating-point tensor of three or
             more dims, and every other one that has as many dims and the same size where it is sharded.
         gather_outputs: the module returns plain, full tensors.
+        on_missing: what happens to an op that has no sharded form, such as attention over space, while the module's
+            forward or backward runs. "error": RuntimeError. "gather": its inputs are gathered on every rank for that op
+            alone, and its result is sharded again; a warning says so, once for each op.
         broadcast: the values of the mesh's first rank go to all. False: they are checked to agree.
 
     Returns:
@@ -214,6 +221,8 @@ def parallelize(module, mesh, dim=-1, *, shard_inputs=False, gather_outputs=Fals
     """
     check_mesh(mesh)
     dim = _check_dim(dim, mesh)
+    if on_missing not in ("error", "gather"):
+        raise ValueError(f"on_missing is {on_missing!r}, expected 'error' or 'gather'{on_rank()}")
     _check_module(module, mesh)
     _rules.enable_rules()
     _rules.tag_caches()
@@ -230,8 +239,8 @@ def parallelize(module, mesh, dim=-1, *, shard_inputs=False, gather_outputs=Fals
         if type(child) in _SWAPS:
             child.__dict__[_WAS] = type(child)
             child.__class__ = _SWAPS[type(child)]
-    state = _Parallel(mesh, dim, shard_inputs, gather_outputs)
-    module.__dict__[_MARK] = state
+    state = _Parallel(mesh, dim, shard_inputs, gather_outputs, on_missing)
+    module.__dict__[MARK] = state
     state.install(module)
     return module
 
@@ -247,9 +256,9 @@ def unparallelize(module):
     Raises:
         ValueError: the module is not a parallelized one.
     """
-    if not isinstance(module, torch.nn.Module) or _MARK not in module.__dict__:
+    if not isinstance(module, torch.nn.Module) or MARK not in module.__dict__:
         raise ValueError(f"module is {type(module).__name__}, expected one that was parallelized{on_rank()}")
-    module.__dict__.pop(_MARK).remove(module)
+    module.__dict__.pop(MARK).remove(module)
     placed = {}
     for table, name, _ in list(_named_tensors(module)):
         tensor = table[name]

@@ -169,7 +169,8 @@ def _post(send, to, recv, source, group_name, op):
             op,
             messages=len(send),
             bytes=sum(buffer.numel() for buffer in send) - HEADER_BYTES * len(send) * on_cpu,
-            exchanges=1 if operations else 0,
+            exchanges=1 if operations and op != "all_reduce" else 0,
+            all_reduces=1 if operations and op == "all_reduce" else 0,
             seconds=time.perf_counter() - started,
         )
     return ticket
@@ -223,7 +224,7 @@ def _reported(channel, peer):
         return f"an error, whose text could not be read ({error})"
 
 
-def _report(group_name, message):
+def report(group_name, message):
     """Ends the epoch of a group. Never raises: it runs while another error is on its way."""
     try:
         with _lock:
@@ -255,8 +256,9 @@ class reporting:
 
     def __exit__(self, kind, error, traceback):
         if kind is not None:
+            error._haloconv_reported = True
             for name in self.groups():
-                _report(name, str(error))
+                report(name, str(error))
         return False
 
 
@@ -269,7 +271,7 @@ def _post_op(send, to, recv, source, group, op):
 
 
 def _report_op(group, message):
-    _report(_text(group), _text(message))
+    report(_text(group), _text(message))
 
 
 _library.impl("_post", _post_op, "CompositeExplicitAutograd")

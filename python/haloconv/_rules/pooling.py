@@ -1,0 +1,301 @@
+"""Max and average pooling.
+
+Each rank assembles the interval that its outputs' windows read, and pools it without padding in the sharded dims. The
+padding is in the interval: -inf for a maximum, 0 for a sum. A window that ceil_mode lets hang over the end is one more
+of the same kind.
+
+* Indices of a maximum are global, flat over the spatial dims, as in torch.
+* An average is a sum, divided by what torch divides by: that depends on the output's position only, dim by dim.
+* Backward: the local gradient of the interval, whose parts then go home to the ranks that own them and are added.
+"""
+
+import math
+
+import torch
+
+from .. import _ops
+from .._layout import axes_of, is_sharded, placed_like, settled, windowed, windowed_back, wrap_as
+from .._dtensor import local_of
+from ._registry import backward_rule, bound, rule, torchs_own
+
+aten = torch.ops.aten
+
+
+def _out_size(size, kernel, stride, padding, dilation, ceil_mode):
+    """torch's pooling_output_shape: with ceil_mode the last window has to start within the input or the left padding."""
+    span = size + 2 * padding - dilation * (kernel - 1) - 1
+    out = (span + (stride - 1 if ceil_mode else 0)) // stride + 1
+    if ceil_mode and (out - 1) * stride >= size + padding:
+        out -= 1
+    return out
+
+
+class _Pool:
+    """The numbers of a pooling of `x`, a settled DTensor of (N,) C, spatial dims."""
+
+    def __init__(self, x, n, kernel, stride, padding, dilation=1, ceil_mode=False):
+        self.x, self.n, self.first = x, n, x.dim() - n
+        self.kernel = self._per_dim("kernel_size", kernel)
+        self.stride = self._per_dim("stride", stride) if stride or stride == 0 else self.kernel
+        self.padding, self.dilation = self._per_dim("padding", padding), self._per_dim("dilation", dilation)
+        self.ceil_mode = ceil_mode
+        self.sizes = tuple(x.shape[self.first :])
+        self._check()
+        self.out_sizes = tuple(
+            _out_size(*numbers, ceil_mode)
+            for numbers in zip(self.sizes, self.kernel, self.stride, self.padding, self.dilation)
+        )
+        if any(size < 1 for size in self.out_sizes):
+            raise ValueError(
+                f"input has spatial sizes {self.sizes}, expected at least the reach of kernel {self.kernel} with padding "
+                f"{self.padding} and dilation {self.dilation}: the output would have {self.out_sizes}"
+            )
+        self.axes = {dim: axis for dim, axis in axes_of(x).items() if dim >= self.first}
+
+    def _per_dim(self, name, value):
+        value = (value,) if isinstance(value, int) else tuple(value)
+        if len(value) not in (1, self.n):
+            raise ValueError(f"{name} is {value}, expected 1 or {self.n} integers")
+        return value * self.n if len(value) == 1 else value
+
+    def _check(self):
+        if self.x.dim() not in (self.n + 1, self.n + 2):
+            raise ValueError(f"input has {self.x.dim()} dims, expected {self.n + 1} or {self.n + 2}")
+        for name, least in (("kernel", 1), ("stride", 1), ("dilation", 1), ("padding", 0)):
+            values = getattr(self, name)
+            if any(value < least for value in values):
+                raise ValueError(f"{name} is {values}, expected integers >= {least}")
+        if any(2 * padding > kernel for padding, kernel in zip(self.padding, self.kernel)):
+            raise ValueError(f"padding is {self.padding}, expected at most half of kernel_size {self.kernel}")
+
+    @property
+    def out_shape(self):
+        return (*self.x.shape[: self.first], *self.out_sizes)
+
+    def window(self, dim):
+        """Of a sharded dim; its padding on the right is what makes the output size that of ceil_mode."""
+        i = dim - self.first
+        reach = self.dilation[i] * (self.kernel[i] - 1) + 1
+        right = (self.out_sizes[i] - 1) * self.stride[i] + reach - self.sizes[i] - self.padding[i]
+        return self.kernel[i], self.stride[i], self.padding[i], right, self.dilation[i]
+
+    def read(self, local, fill):
+        """What this rank's windows read."""
+        for dim, axis in self.axes.items():
+            local = windowed(local, axis, self.window(dim), fill)
+        return local
+
+    def give_back(self, grad):
+        """The adjoint of `read`."""
+        for dim, axis in reversed(self.axes.items()):
+            grad = windowed_back(grad, axis, self.window(dim))
+        return grad
+
+    def own_outputs(self, index):
+        """(begin, end) of this rank's outputs in a spatial dim."""
+        axis = self.axes.get(self.first + index)
+        return axis.bounds(self.out_sizes[index]) if axis else (0, self.out_sizes[index])
+
+    def local_padding(self):
+        """Of the local op: none where the dim is sharded."""
+        return [0 if self.first + i in self.axes else padding for i, padding in enumerate(self.padding)]
+
+    def local_ceil(self):
+        """ceil_mode of the local op. In sharded dims the interval is exactly what the windows cover."""
+        return self.ceil_mode
+
+    def extended_shape(self, local):
+        """Of `read`'s result."""
+        shape = list(local.shape)
+        for dim, axis in self.axes.items():
+            kernel, stride, _, _, dilation = self.window(dim)
+            begin, end = self.own_outputs(dim - self.first)
+            shape[dim] = (
+                max(0, (end - begin - 1) * stride + dilation * (kernel - 1) + 1) if end > begin else 0
+            )
+        return shape
+
+    def out_local_shape(self, local):
+        spans = [self.own_outputs(index) for index in range(self.n)]
+        return (*local.shape[: self.first], *(end - begin for begin, end in spans))
+
+
+def _empty_like_format(local, shape):
+    form = torch.contiguous_format
+    if _ops.is_channels_last(local):
+        form = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
+    return torch.empty(shape, dtype=local.dtype, device=local.device, memory_format=form)
+
+
+# ---- max ----
+
+
+def _first_inside(position, dilation):
+    """Where torch starts a window that begins in the left padding: `position` is negative there."""
+    steps = torch.div(-position + dilation - 1, dilation, rounding_mode="floor")
+    return torch.where(position < 0, position + steps * dilation, position)
+
+
+def _indices_to(pool, indices, from_sizes, from_begins, to_sizes, to_begins):
+    """Flat indices over one box of the spatial dims as flat indices over another."""
+    flat, rest = 0, indices
+    for i in range(pool.n):
+        below = math.prod(from_sizes[i + 1 :])
+        at = torch.div(rest, below, rounding_mode="floor")
+        rest = rest - at * below
+        at = at + (from_begins[i] - to_begins[i])
+        if from_begins[i] < 0 and to_begins[i] == 0:
+            at = _first_inside(at, pool.dilation[i])
+        flat = flat * to_sizes[i] + at
+    return flat
+
+
+def _extended_box(pool, local):
+    """Sizes and global begins of the interval that was read."""
+    sizes, begins = pool.extended_shape(local)[pool.first :], []
+    for i in range(pool.n):
+        sharded = pool.first + i in pool.axes
+        begins.append(pool.own_outputs(i)[0] * pool.stride[i] - pool.padding[i] if sharded else 0)
+    return sizes, begins
+
+
+def _lowest(dtype):
+    return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
+@rule(aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default)
+def _max_pool(op, args, kwargs):
+    a = bound(op, args, kwargs)
+    x = a["self"]
+    if not is_sharded(x):
+        return torchs_own(op, args, kwargs)
+    x = settled(x)
+    n = 2 if op is aten.max_pool2d_with_indices.default else 3
+    pool = _Pool(x, n, a["kernel_size"], a["stride"], a["padding"], a["dilation"], a["ceil_mode"])
+    local = local_of(x)
+    extended = pool.read(local, _lowest(x.dtype))
+    out_shape = pool.out_local_shape(local)
+    if math.prod(out_shape) == 0:
+        out = _empty_like_format(local, out_shape)
+        indices = torch.empty_like(out, dtype=torch.int64)
+    else:
+        out, indices = op(
+            extended, pool.kernel, pool.stride, pool.local_padding(), pool.dilation, pool.local_ceil()
+        )
+        if pool.axes:
+            sizes, begins = _extended_box(pool, local)
+            indices = _indices_to(pool, indices, sizes, begins, pool.sizes, [0] * n)
+    wrapped = [wrap_as(t, x.device_mesh, x.placements, pool.out_shape) for t in (out, indices)]
+    return tuple(wrapped)
+
+
+@backward_rule(aten.max_pool2d_with_indices_backward.default, aten.max_pool3d_with_indices_backward.default)
+def _max_pool_backward(op, args, kwargs):
+    a = bound(op, args, kwargs)
+    x, indices = a["self"], a["indices"]
+    if not any(is_sharded(t) for t in (a["grad_output"], x, indices)):
+        return torchs_own(op, args, kwargs)
+    x = settled(x)
+    n = 2 if op is aten.max_pool2d_with_indices_backward.default else 3
+    pool = _Pool(x, n, a["kernel_size"], a["stride"], a["padding"], a["dilation"], a["ceil_mode"])
+    local = local_of(x)
+    grad, indices = (local_of(placed_like(t, x)) for t in (a["grad_output"], indices))
+    if grad.numel() == 0:
+        extended = local.new_zeros(pool.extended_shape(local))
+    else:
+        source = local
+        if pool.axes:
+            sizes, begins = _extended_box(pool, local)
+            indices = _indices_to(pool, indices, pool.sizes, [0] * n, sizes, begins)
+            source = _empty_like_format(
+                local, pool.extended_shape(local)
+            )  # its sizes and format alone are used
+        extended = op(
+            grad,
+            source,
+            pool.kernel,
+            pool.stride,
+            pool.local_padding(),
+            pool.dilation,
+            pool.local_ceil(),
+            indices,
+        )
+    return wrap_as(pool.give_back(extended), x.device_mesh, x.placements, x.shape)
+
+
+# ---- average ----
+
+
+def _counts(pool, index, count_include_pad, device):
+    """What torch divides by in one spatial dim, for each of this rank's outputs; a number where it is always the same."""
+    begin, end = pool.own_outputs(index)
+    size, kernel, padding = pool.sizes[index], pool.kernel[index], pool.padding[index]
+    starts = [o * pool.stride[index] - padding for o in range(begin, end)]
+    ends = [min(start + kernel, size + padding) for start in starts]
+    if not count_include_pad:
+        starts, ends = [max(start, 0) for start in starts], [min(stop, size) for stop in ends]
+    lengths = [stop - start for start, stop in zip(starts, ends)]
+    if len(set(lengths)) <= 1:
+        return lengths[0] if lengths else 1
+    shape = [-1 if i == index else 1 for i in range(pool.n)]
+    return torch.tensor(lengths, device=device).view(shape)
+
+
+def _divisor(pool, a, device):
+    """One number, or a tensor that broadcasts over the outputs."""
+    if a["divisor_override"] is not None:
+        if a["divisor_override"] == 0:
+            raise ValueError("divisor_override is 0, expected another number")
+        return a["divisor_override"]
+    return math.prod(_counts(pool, index, a["count_include_pad"], device) for index in range(pool.n))
+
+
+def _average(op, pool, extended, divisor):
+    """The local pooling with a divisor that is a number."""
+    return op(extended, pool.kernel, pool.stride, pool.local_padding(), pool.local_ceil(), True, divisor)
+
+
+@rule(aten.avg_pool2d.default, aten.avg_pool3d.default)
+def _avg_pool(op, args, kwargs):
+    a = bound(op, args, kwargs)
+    x = a["self"]
+    if not is_sharded(x):
+        return torchs_own(op, args, kwargs)
+    x = settled(x)
+    n = 2 if op is aten.avg_pool2d.default else 3
+    pool = _Pool(x, n, a["kernel_size"], a["stride"], a["padding"], 1, a["ceil_mode"])
+    local = local_of(x)
+    divisor = _divisor(pool, a, local.device)
+    extended = pool.read(local, 0.0)
+    out_shape = pool.out_local_shape(local)
+    if math.prod(out_shape) == 0:
+        out = _empty_like_format(local, out_shape)
+    elif isinstance(divisor, int):
+        out = _average(op, pool, extended, divisor)
+    else:
+        out = _average(op, pool, extended, 1).div_(divisor)
+    return wrap_as(out, x.device_mesh, x.placements, pool.out_shape)
+
+
+@backward_rule(aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default)
+def _avg_pool_backward(op, args, kwargs):
+    a = bound(op, args, kwargs)
+    x = a["self"]
+    if not any(is_sharded(t) for t in (a["grad_output"], x)):
+        return torchs_own(op, args, kwargs)
+    x = settled(x)
+    n = 2 if op is aten.avg_pool2d_backward.default else 3
+    pool = _Pool(x, n, a["kernel_size"], a["stride"], a["padding"], 1, a["ceil_mode"])
+    local, grad = local_of(x), local_of(placed_like(a["grad_output"], x))
+    divisor = _divisor(pool, a, local.device)
+    shape = pool.extended_shape(local)
+    if grad.numel() == 0:
+        extended = local.new_zeros(shape)
+    else:
+        if not isinstance(divisor, int):
+            grad, divisor = grad / divisor, 1
+        source = _empty_like_format(local, shape)  # its sizes and format alone are used
+        extended = op(
+            grad, source, pool.kernel, pool.stride, pool.local_padding(), pool.local_ceil(), True, divisor
+        )
+    return wrap_as(pool.give_back(extended), x.device_mesh, x.placements, x.shape)

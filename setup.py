@@ -256,7 +256,7 @@ setup(
             define_macros=macros(),
             extra_compile_args=compile_arguments(),
             extra_link_args=sanitizers(),
-            libraries=["torch_cpu"],
+            libraries=["torch_cpu", "m"],
             py_limited_api=True,
         )
     ],

@@ -9,6 +9,7 @@
 
 #include "kernels.h"
 #include "plan.h"
+#include "resize.h"
 
 static PyObject *pieces_to_list(const hc_piece *pieces, int64_t count) {
   PyObject *list = PyList_New(0);
@@ -95,6 +96,84 @@ done:
   return result;
 }
 
+/* The first arguments of resize and resize_reads. A scale of None is none. */
+static int parse_resize(const char *mode, long long in_size, long long out_size, int align_corners,
+                        PyObject *scale, int single_precision, int channels_last, int fused, hc_resize *r) {
+  hc_status status = {HC_OK, ""};
+  *r = (hc_resize){HC_RESIZE_NEAREST,  in_size,   out_size, align_corners != 0, 0, single_precision != 0,
+                   channels_last != 0, fused != 0};
+  if (scale != Py_None) {
+    r->scale = PyFloat_AsDouble(scale);
+    if (PyErr_Occurred() != NULL) {
+      return -1;
+    }
+  }
+  if (hc_resize_mode_parse(mode, &r->mode, &status) != HC_OK || hc_resize_check(r, &status) != HC_OK) {
+    PyErr_SetString(PyExc_ValueError, status.message);
+    return -1;
+  }
+  return 0;
+}
+
+static PyObject *resize(PyObject *self, PyObject *args) {
+  const char *mode;
+  long long in_size, out_size;
+  int align_corners, single_precision, channels_last = 0, fused = 1;
+  PyObject *scale, *result = NULL;
+  int64_t *index = NULL;
+  double *weight = NULL;
+  hc_resize r;
+  (void)self;
+  if (!PyArg_ParseTuple(args, "sLLpOp|pp", &mode, &in_size, &out_size, &align_corners, &scale,
+                        &single_precision, &channels_last, &fused) ||
+      parse_resize(mode, in_size, out_size, align_corners, scale, single_precision, channels_last, fused,
+                   &r) != 0) {
+    return NULL;
+  }
+  const int64_t taps = hc_resize_tap_count(&r);
+  if (taps > PY_SSIZE_T_MAX / (int64_t)(sizeof *index + sizeof *weight) / r.out) {
+    return PyErr_NoMemory();
+  }
+  const size_t count = (size_t)(taps * r.out);
+  index = malloc(count * sizeof *index);
+  weight = malloc(count * sizeof *weight);
+  if (index == NULL || weight == NULL) {
+    PyErr_NoMemory();
+    goto done;
+  }
+  const hc_interval all = {0, r.out};
+  hc_resize_taps(&r, all, taps, index, weight);
+  result = Py_BuildValue("(Ly#y#)", (long long)taps, (const char *)index, (Py_ssize_t)(count * sizeof *index),
+                         (const char *)weight, (Py_ssize_t)(count * sizeof *weight));
+done:
+  free(index);
+  free(weight);
+  return result;
+}
+
+static PyObject *resize_reads(PyObject *self, PyObject *args) {
+  const char *mode;
+  long long in_size, out_size, begin, end;
+  int align_corners, single_precision, channels_last, fused;
+  PyObject *scale;
+  hc_resize r;
+  (void)self;
+  if (!PyArg_ParseTuple(args, "sLLpOpppLL", &mode, &in_size, &out_size, &align_corners, &scale,
+                        &single_precision, &channels_last, &fused, &begin, &end) ||
+      parse_resize(mode, in_size, out_size, align_corners, scale, single_precision, channels_last, fused,
+                   &r) != 0) {
+    return NULL;
+  }
+  if (begin < 0 || begin > end || end > out_size) {
+    return PyErr_Format(PyExc_ValueError,
+                        "begin and end are %lld and %lld, expected 0 <= begin <= end <= %lld", begin, end,
+                        out_size);
+  }
+  const hc_interval out = {begin, end};
+  const hc_interval reads = hc_resize_reads(&r, out);
+  return Py_BuildValue("(LL)", (long long)reads.begin, (long long)reads.end);
+}
+
 #ifdef HC_FAULTS
 static PyObject *fault_arm(PyObject *self, PyObject *args) {
   long long n;
@@ -111,6 +190,14 @@ static PyMethodDef methods[] = {
     {"plan", plan, METH_VARARGS,
      "plan(size, world, kernel, stride, pad_lo, pad_hi, dilation, output_padding, transposed, periodic)\n"
      "-> (out_size, [(owned_in, owned_out, needed, pad_left, pad_right, sends, recvs), ...])"},
+    {"resize", resize, METH_VARARGS,
+     "resize(mode, in_size, out_size, align_corners, scale, single_precision, channels_last=False, "
+     "fused=True)\n"
+     "-> (taps, index, weight): bytes, int64[out_size * taps] and float64[out_size * taps]"},
+    {"resize_reads", resize_reads, METH_VARARGS,
+     "resize_reads(mode, in_size, out_size, align_corners, scale, single_precision, channels_last, fused, "
+     "begin, end)\n"
+     "-> (begin, end): the inputs that the outputs [begin, end) read"},
 #ifdef HC_FAULTS
     {"fault_arm", fault_arm, METH_VARARGS,
      "fault_arm(n): the n-th checked libtorch call from now on fails; 0: none"},

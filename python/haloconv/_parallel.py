@@ -26,6 +26,7 @@ class _Parallel:
         self.mesh, self.dim = mesh, dim
         self.shard_inputs, self.gather_outputs = shard_inputs, gather_outputs
         self.on_missing = on_missing
+        self.agreed = 0  # forwards that are running with random generators that the ranks agree on
         self.reducer = GradientReducer()
         _rules.add_policy(self)
 
@@ -39,17 +40,22 @@ class _Parallel:
         self.reducer.attach(module)
         module.register_forward_pre_hook(_before_forward, with_kwargs=True, prepend=True)
         module.register_forward_hook(_after_forward)
+        module.register_forward_hook(_after_any_forward, always_call=True)
 
     def remove(self, module):
         self.reducer.detach()
-        for hooks, marks in (
+        for hooks, *marks in (
             (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
-            (module._forward_hooks, module._forward_hooks_with_kwargs),
+            (
+                module._forward_hooks,
+                module._forward_hooks_with_kwargs,
+                module._forward_hooks_always_called,
+            ),
         ):
             # By function: a deep copy has the hooks, but no handles for them.
-            for key in [key for key, hook in hooks.items() if hook in (_before_forward, _after_forward)]:
-                del hooks[key]
-                marks.pop(key, None)
+            for key in [key for key, hook in hooks.items() if hook in _HOOKS]:
+                for table in (hooks, *marks):
+                    table.pop(key, None)
 
 
 # The hooks are functions, so that a deep copy of a module shares them; what they need hangs on the module.
@@ -59,6 +65,9 @@ def _before_forward(module, args, kwargs):
     state = module.__dict__[MARK]
     if not torch.compiler.is_compiling():
         state.reducer.attach(module)
+        if module.training:
+            _rules.agree(state.mesh)
+            state.agreed += 1
     if state.shard_inputs:
         args, kwargs = _shard_images((args, kwargs), state)
     return args, kwargs
@@ -68,6 +77,17 @@ def _after_forward(module, args, output):
     if module.__dict__[MARK].gather_outputs:
         return tree_map_only(DTensor, gather, output)
     return output
+
+
+def _after_any_forward(module, args, output):
+    """Also after one that failed."""
+    state = module.__dict__[MARK]
+    if state.agreed > 0:
+        state.agreed -= 1
+        _rules.disagree()
+
+
+_HOOKS = (_before_forward, _after_forward, _after_any_forward)
 
 
 def _shard_images(inputs, state):

@@ -20,11 +20,14 @@ from . import (  # noqa: F401  they register themselves
 )
 from ._missing import MARK, add_policy
 from ._registry import disable_rules, enable_rules, layer_rules, rules, rules_enabled, tag_caches
+from .randomness import agree, disagree
 
 __all__ = [
     "MARK",
     "add_policy",
+    "agree",
     "disable_rules",
+    "disagree",
     "enable_rules",
     "layer_rules",
     "rules",

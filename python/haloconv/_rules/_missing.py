@@ -24,6 +24,23 @@ from .._transport import statistics
 
 MARK = "_haloconv"  # on a parallelized module: what parallelize left there, with its mesh and on_missing
 
+aten = torch.ops.aten
+_ELEMENTWISE = {
+    getattr(getattr(aten, name), overload)  # not tagged as such
+    for name, overload in (
+        ("clone", "default"),
+        ("_to_copy", "default"),
+        ("copy_", "default"),
+        ("zeros_like", "default"),
+        ("ones_like", "default"),
+        ("empty_like", "default"),
+        ("full_like", "default"),
+        ("fill_", "Scalar"),
+        ("zero_", "default"),
+    )
+}
+
+_elementwise = None  # the rule for elementwise ops, once it is there: see set_elementwise
 _parallelized = weakref.WeakSet()  # of the same
 _warned = set()
 
@@ -41,6 +58,12 @@ def unwatch():
 def add_policy(state):
     """`state` has a mesh and on_missing, which counts in backward as long as it lives."""
     _parallelized.add(state)
+
+
+def set_elementwise(rule):
+    """The rule that takes any elementwise op."""
+    global _elementwise
+    _elementwise = rule
 
 
 def _decide(propagate, op, args, kwargs):
@@ -116,6 +139,10 @@ def _where(modules):
 
 
 def _without_sharded_form(op, args, kwargs, cause):
+    if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"):
+        return op.decompose(*args, **kwargs)  # undecomposed under inference_mode: its parts may have one
+    if _elementwise is not None and (torch.Tag.pointwise in op.tags or op in _ELEMENTWISE):
+        return _elementwise(op, args, kwargs)  # torch wants no dim split over more ranks than it has elements
     x = next(x for x in tree_leaves((args, kwargs)) if is_sharded(x))
     modules = _modules_on_the_stack()
     if _policy(x.device_mesh, modules) == "gather" and torch.Tag.nondeterministic_seeded not in op.tags:

@@ -14,8 +14,8 @@ import math
 import torch
 
 from .. import _ops
-from .._layout import axes_of, is_sharded, placed_like, settled, windowed, windowed_back, wrap_as
 from .._dtensor import local_of
+from .._layout import axes_of, is_sharded, placed_like, settled, windowed, windowed_back, wrap_as
 from ._registry import backward_rule, bound, rule, torchs_own
 
 aten = torch.ops.aten

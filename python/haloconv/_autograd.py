@@ -96,12 +96,3 @@ def _traceable_convolution(x, weight, bias, window):
     shape = torch.Size(_convolution.global_out_shape(x.shape, weight.shape, window))
     strides = strides_of(shape, _ops.is_channels_last(x))
     return DTensor.from_local(local, mesh, layout.out, run_check=False, shape=shape, stride=strides)
-
-
-def on_local(function, x, shape):
-    """`function` of the local tensor, for one that does not touch sharded dims; `shape` is the result's global one."""
-    shape = torch.Size(shape)
-    local = function(x.to_local())
-    return DTensor.from_local(
-        local, x.device_mesh, x.placements, run_check=False, shape=shape, stride=strides_of(shape, False)
-    )

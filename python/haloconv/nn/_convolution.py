@@ -7,6 +7,7 @@ from .. import _autograd
 from .._check import on_rank
 from .._convolution import Window, pairs
 from .._dtensor import DTensor
+from .._rules import layer_rules
 
 
 class _ShardedConvolution:
@@ -34,31 +35,12 @@ class _ShardedConvolution:
         if self.padding_mode == "circular":
             periodic = tuple(any(padding[at : at + 2]) for at in range(0, len(padding), 2))
         elif self.padding_mode != "zeros":
-            input = self._pad_whole_dims(input, padding)
+            with layer_rules():
+                input = F.pad(input, last_first, mode=self.padding_mode)
             padding = [0] * len(padding)
         return input, Window(
             self.stride, tuple(padding), self.dilation, False, self.output_padding, self.groups, periodic
         )
-
-    def _pad_whole_dims(self, input, padding):
-        """reflect and replicate padding, where only whole dims need it."""
-        for mesh_dim, placement in enumerate(input.placements):
-            if placement.is_shard() and placement.dim >= 2 and input.device_mesh.size(mesh_dim) > 1:
-                sides = padding[2 * (placement.dim - 2) : 2 * (placement.dim - 1)]
-                if any(sides):
-                    raise ValueError(
-                        f"padding_mode is '{self.padding_mode}' with padding {tuple(sides)} on the sharded dim "
-                        f"{placement.dim}, expected 'zeros' or 'circular' there{on_rank()}"
-                    )
-        mode = self.padding_mode
-
-        def pad(local):
-            return F.pad(local, self._reversed_padding_repeated_twice, mode=mode)
-
-        shape = list(input.shape)
-        for index in range(len(padding) // 2):
-            shape[2 + index] += padding[2 * index] + padding[2 * index + 1]
-        return _autograd.on_local(pad, input, shape)
 
 
 class _ShardedTransposed(_ShardedConvolution):

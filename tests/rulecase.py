@@ -1,7 +1,7 @@
 """A grid of meshes, placements and sizes for the tests of one op: unsplit against sharded, in values and gradients.
 
-`check(world, cases)` runs on a worker. A case is (name, function of a tensor, shapes); each function runs for each shape
-on each layout of the world whose dims the shape has. `same_error` is for arguments that torch refuses too.
+`check(world, cases)` runs on a worker. A case is (name, function of a tensor, shapes); each function runs for each
+shape on each layout of the world whose dims the shape has.
 """
 
 import itertools
@@ -12,10 +12,10 @@ from torch.distributed.tensor import Shard
 
 # world: (mesh shape, the tensor dim that each mesh dim shards)
 LAYOUTS = {
-    1: [((1,), (3,))],
+    1: [((1,), (3,)), ((1,), (2,))],
     2: [((2,), (3,)), ((2,), (2,)), ((2,), (0,)), ((2,), (4,))],
     3: [((3,), (3,)), ((3,), (2,))],
-    4: [((4,), (3,)), ((2, 2), (2, 3)), ((2, 2), (0, 3)), ((2, 2), (3, 2))],
+    4: [((4,), (3,)), ((4,), (2,)), ((2, 2), (2, 3)), ((2, 2), (0, 3)), ((2, 2), (3, 2))],
 }
 
 

@@ -5,8 +5,8 @@
   changed after import.
 * specs: a DTensor is built from a local tensor and a DTensorSpec. `DTensor.from_local` does that too, but as an
   autograd function, and below autograd (in a handler) the constructor is the right call.
-* propagation: ``_propagate_op_sharding_dispatch_slow_path`` is where DTensor decides how an op's inputs have to lie, for
-  every combination that it has not cached. What it returns, if it is no decision, is taken for the op's result.
+* propagation: ``_propagate_op_sharding_dispatch_slow_path`` is where DTensor decides how an op's inputs have to lie,
+  for every combination that it has not cached. What it returns, if it is no decision, is taken for the op's result.
 * implicit replication: plain tensors in DTensor operations count as replicated.
 
 `probe` fails loudly if any of it has moved.

@@ -1,6 +1,7 @@
-"""DTensor rules: ``F.conv2d(dtensor, ...)``, ``F.max_pool2d``, batch norm and all their kin become right for any spatial
-sharding, and stay sharded. One file a family; _registry.py has the switch, _missing.py what happens to an op that has
-no sharded form.
+"""DTensor rules: ``F.conv2d(dtensor, ...)``, ``F.max_pool2d``, batch norm and all their kin become right for any
+spatial sharding, and stay sharded.
+
+One file a family; _registry.py has the switch, _missing.py what happens to an op that has no sharded form.
 """
 
 from . import (  # noqa: F401  they register themselves

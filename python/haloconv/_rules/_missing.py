@@ -4,8 +4,8 @@ torch's DTensor decides how each op's inputs have to lie, and redistributes an a
 cannot work on shards. While the rules are on, its decision is looked at first: one that moves an activation's shards,
 or the lack of one, ends in `_without_sharded_form`. Its policy is `parallelize`'s `on_missing`.
 
-What counts as an activation: three or more dims, sharded in dim 2 or later (in any dim, on a mesh that `parallelize` has
-seen). Weights that a program shards itself are none of haloconv's business.
+What counts as an activation: three or more dims, sharded in dim 2 or later (in any dim, on a mesh that `parallelize`
+has seen). Weights that a program shards itself are none of haloconv's business.
 """
 
 import sys
@@ -149,8 +149,8 @@ def _without_sharded_form(op, args, kwargs, cause):
         return _gathered(op, args, kwargs, modules)
     raise RuntimeError(
         f"{op}{_where(modules)} has no sharded form for an input of shape {tuple(x.shape)} with placements "
-        f"{x.placements}, expected one that it can work on. Two ways out: parallelize(..., on_missing='gather') gathers "
-        "the input for such ops alone; or redistribute it where the model may, e.g. with haloconv.gather"
+        f"{x.placements}, expected one that it can work on. Two ways out: parallelize(..., on_missing='gather') "
+        "gathers the input for such ops alone; or redistribute it where the model may, e.g. with haloconv.gather"
         f"{on_rank()}" + (f". torch says: {str(cause).splitlines()[0]}" if cause else "")
     ) from cause
 

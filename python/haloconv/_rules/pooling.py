@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 def _out_size(size, kernel, stride, padding, dilation, ceil_mode):
-    """torch's pooling_output_shape: with ceil_mode the last window has to start within the input or the left padding."""
+    """As in torch: with ceil_mode the last window has to start within the input or the left padding."""
     span = size + 2 * padding - dilation * (kernel - 1) - 1
     out = (span + (stride - 1 if ceil_mode else 0)) // stride + 1
     if ceil_mode and (out - 1) * stride >= size + padding:
@@ -47,8 +47,8 @@ class _Pool:
         )
         if any(size < 1 for size in self.out_sizes):
             raise ValueError(
-                f"input has spatial sizes {self.sizes}, expected at least the reach of kernel {self.kernel} with padding "
-                f"{self.padding} and dilation {self.dilation}: the output would have {self.out_sizes}"
+                f"input has spatial sizes {self.sizes}, expected at least the reach of kernel {self.kernel} with "
+                f"padding {self.padding} and dilation {self.dilation}: the output would have {self.out_sizes}"
             )
         self.axes = {dim: axis for dim, axis in axes_of(x).items() if dim >= self.first}
 
@@ -107,7 +107,7 @@ class _Pool:
     def extended_shape(self, local):
         """Of `read`'s result."""
         shape = list(local.shape)
-        for dim, axis in self.axes.items():
+        for dim in self.axes:
             kernel, stride, _, _, dilation = self.window(dim)
             begin, end = self.own_outputs(dim - self.first)
             shape[dim] = (
@@ -227,7 +227,7 @@ def _max_pool_backward(op, args, kwargs):
 
 
 def _counts(pool, index, count_include_pad, device):
-    """What torch divides by in one spatial dim, for each of this rank's outputs; a number where it is always the same."""
+    """What torch divides by in one spatial dim, for each of this rank's outputs; a number where all are alike."""
     begin, end = pool.own_outputs(index)
     size, kernel, padding = pool.sizes[index], pool.kernel[index], pool.padding[index]
     starts = [o * pool.stride[index] - padding for o in range(begin, end)]

@@ -1,4 +1,4 @@
-"""as_strided of DTensors, as far as it means the same for a shard. torch itself comes here with channels_last tensors."""
+"""as_strided of DTensors, as far as it means the same for a shard: torch does that to channels_last tensors."""
 
 import torch
 

@@ -18,5 +18,5 @@ __all__ = [
     "ConvTranspose1d",
     "ConvTranspose2d",
     "ConvTranspose3d",
-    *LAYERS,
 ]
+__all__ += LAYERS

@@ -19,4 +19,4 @@ __all__ = [
     "ConvTranspose2d",
     "ConvTranspose3d",
 ]
-__all__ += LAYERS
+__all__ += [*LAYERS]  # noqa: PLE0604  names

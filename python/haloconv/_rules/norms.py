@@ -2,10 +2,12 @@
 
 Each rank takes count, mean and sum of squared deviations of what it holds; one small exchange for each sharded dim that
 is normalised over brings them together (Chan's formula, in rank order: the same bits on every rank), and the
-normalisation itself is local, with the merged statistics. Backward likewise: two sums for each statistic are all-reduced,
-the rest is local.
+normalisation itself is local, with the merged statistics. Backward likewise: two sums for each statistic are
+all-reduced, the rest is local.
 
 * Statistics and sums are counted in float32 at least.
+* Batch and group norms of a DTensor that nothing shards come here too: torch's are wrong where its local tensor is one
+  sample in channels_last, of which ATen sees neither that nor the contrary (see _sums).
 * Batch norm: batch and space are normalised over, channels that are sharded stay so. Running statistics are updated in
   place, alike on every rank. Evaluation, and the gradients of parameters wherever they are not needed for that of the
   input, communicate nothing: such gradients are Partial.
@@ -354,7 +356,7 @@ def _flat(tensor):
 def _group_norm(op, args, kwargs):
     a = bound(op, args, kwargs)
     x, eps = a["input"], a["eps"]
-    if not is_sharded(x):
+    if not isinstance(x, DTensor):
         return torchs_own(op, args, kwargs)
     x = settled(x)
     groups = _Groups(x, a["group"])
@@ -382,7 +384,7 @@ def _group_norm(op, args, kwargs):
 def _group_norm_backward(op, args, kwargs):
     a = bound(op, args, kwargs)
     x, mask = a["input"], a["output_mask"]
-    if not is_sharded(x):
+    if not isinstance(x, DTensor):
         return torchs_own(op, args, kwargs)
     x = settled(x)
     groups = _Groups(x, a["group"])
@@ -428,29 +430,38 @@ class _Rows:
                 f"normalized_shape is {self.shape}, expected the last sizes of the input, {tuple(x.shape)}"
             )
         self.count = math.prod(self.shape)
-        self.outer, self.inner = tuple(range(self.first)), tuple(range(self.first, x.dim()))
+        self.inner = tuple(range(self.first, x.dim()))
         axes = axes_of(x).values()
         rows = {axis.mesh_dim: Shard(axis.dim) for axis in axes if axis.dim < self.first}
         columns = {axis.mesh_dim: Shard(axis.dim - self.first) for axis in axes if axis.dim >= self.first}
         self.axes = [axis for axis in axes if axis.dim >= self.first]
+        self.are_whole = not self.axes and self.local.numel() > 0  # ATen's own op will do
         self.statistics_placements = _placed(x.device_mesh, rows)
         self.placements = _placed(x.device_mesh, columns)
-        partial = dict.fromkeys(rows, Partial())
-        self.grad_placements = _placed(x.device_mesh, {**partial, **columns})
+        self.grad_placements = _placed(x.device_mesh, {**dict.fromkeys(rows, Partial()), **columns})
 
     def parameter(self, name, tensor):
-        if tensor is not None and tuple(tensor.shape) != self.shape:
+        if tensor is None:
+            return None
+        if tuple(tensor.shape) != self.shape:
             raise ValueError(
                 f"{name} has shape {tuple(tensor.shape)}, expected normalized_shape, {self.shape}"
             )
-        return _parameter(name, tensor, self.x, self.placements)
+        return local_of(placed_like(tensor, self.x, self.placements))
+
+    def saved(self, tensor):
+        return local_of(placed_like(tensor, self.x, self.statistics_placements))
 
     def wrap(self, values):
+        """Of an output like the input."""
+        return wrap_as(values, self.x.device_mesh, self.x.placements, self.x.shape)
+
+    def wrap_statistics(self, values):
         shape = (*self.x.shape[: self.first], *[1] * len(self.shape))
         return wrap_as(values, self.x.device_mesh, self.statistics_placements, shape)
 
-    def saved(self, name, tensor):
-        return _parameter(name, tensor, self.x, self.statistics_placements)
+    def wrap_grad(self, grad, parameter):
+        return _parameter_grad(grad, parameter, self.x, self.grad_placements, self.shape)
 
     def mean_and_variance(self):
         rows = self.local.shape[: self.first]
@@ -463,25 +474,25 @@ class _Rows:
         local = self.local.to(_counted_in(self.x.dtype))
         return all_reduced(local.square().sum(self.inner, keepdim=True), self.axes) / self.count
 
-    def scaled(self, rows, rstd, weight, bias=None):
-        """The output, of centred rows that may be overwritten."""
-        rows = rows.mul_(rstd)
+    def scaled(self, rows, weight, bias=None):
+        """The output, of normalised rows that may be overwritten."""
         rows = rows if weight is None else rows.mul_(weight)
-        rows = (rows if bias is None else rows.add_(bias)).to(self.x.dtype)
-        return wrap_as(rows.contiguous(), self.x.device_mesh, self.x.placements, self.x.shape)
+        rows = rows if bias is None else rows.add_(bias)
+        return rows.to(self.x.dtype).contiguous()
 
-    def gradients(self, grad, mean, rstd, weight, mask, parameter):
+    def _over_rows(self, values):
+        count = math.prod(values.shape[: self.first])
+        return values.reshape(count, *values.shape[self.first :]).sum(0)
+
+    def gradients(self, grad, mean, rstd, weight, mask):
         """Those of input, weight and bias. mean: None for an RMS norm."""
-        x, local = self.x, self.local
-        grad = local_of(placed_like(grad, x)).to(rstd.dtype)
-        rows = (local * rstd) if mean is None else (local - mean).mul_(rstd)
-        grads = [None] * 3
-        for position, values in ((1, lambda: grad * rows), (2, lambda: grad)):
-            if mask[position]:
-                of_parameter = values().sum(self.outer) if self.outer else values()
-                grads[position] = _parameter_grad(
-                    of_parameter, parameter, x, self.grad_placements, self.shape
-                )
+        grad = grad.to(rstd.dtype)
+        rows = self.local * rstd if mean is None else (self.local - mean).mul_(rstd)
+        of_input = of_weight = of_bias = None
+        if mask[1]:
+            of_weight = self._over_rows(grad * rows)
+        if mask[2]:
+            of_bias = self._over_rows(grad)
         if mask[0]:
             grad = grad if weight is None else grad * weight
             sums = [(grad * rows).sum(self.inner, keepdim=True)]
@@ -489,9 +500,16 @@ class _Rows:
             sums = all_reduced(torch.stack(sums), self.axes) / -self.count
             rows = rows.mul_(sums[0]).add_(grad)
             rows = rows if mean is None else rows.add_(sums[1])
-            of_input = rows.mul_(rstd).to(x.dtype)
-            grads[0] = wrap_as(of_input, x.device_mesh, x.placements, x.shape)
-        return tuple(grads)
+            of_input = rows.mul_(rstd).to(self.x.dtype)
+        return of_input, of_weight, of_bias
+
+
+def _wrapped_grads(rows, grads, parameter):
+    of_input, *of_parameters = grads
+    return (
+        None if of_input is None else rows.wrap(of_input),
+        *(None if grad is None else rows.wrap_grad(grad, parameter) for grad in of_parameters),
+    )
 
 
 @rule(aten.native_layer_norm.default)
@@ -502,21 +520,33 @@ def _layer_norm(op, args, kwargs):
         return torchs_own(op, args, kwargs)
     rows = _Rows(settled(x), a["normalized_shape"])
     weight, bias = (rows.parameter(name, a[name]) for name in ("weight", "bias"))
-    mean, variance = rows.mean_and_variance()
-    rstd = torch.rsqrt(variance + a["eps"])
-    return rows.scaled(rows.local - mean, rstd, weight, bias), rows.wrap(mean), rows.wrap(rstd)
+    if rows.are_whole:
+        out, mean, rstd = op(rows.local, rows.shape, weight, bias, a["eps"])
+    else:
+        mean, variance = rows.mean_and_variance()
+        rstd = torch.rsqrt(variance + a["eps"])
+        out = rows.scaled((rows.local - mean).mul_(rstd), weight, bias)
+    return rows.wrap(out), rows.wrap_statistics(mean), rows.wrap_statistics(rstd)
 
 
 @backward_rule(aten.native_layer_norm_backward.default)
 def _layer_norm_backward(op, args, kwargs):
     a = bound(op, args, kwargs)
-    x = a["input"]
+    x, mask = a["input"], a["output_mask"]
     if not is_sharded(x):
         return torchs_own(op, args, kwargs)
     rows = _Rows(settled(x), a["normalized_shape"])
-    mean, rstd = (rows.saved(name, a[name]) for name in ("mean", "rstd"))
-    weight = rows.parameter("weight", a["weight"])
-    return rows.gradients(a["grad_out"], mean, rstd, weight, a["output_mask"], a["weight"])
+    grad, mean, rstd = (
+        local_of(placed_like(a["grad_out"], rows.x)),
+        rows.saved(a["mean"]),
+        rows.saved(a["rstd"]),
+    )
+    weight, bias = (rows.parameter(name, a[name]) for name in ("weight", "bias"))
+    if rows.are_whole:
+        grads = op(grad, rows.local, rows.shape, mean, rstd, weight, bias, mask)
+    else:
+        grads = rows.gradients(grad, mean, rstd, weight, mask)
+    return _wrapped_grads(rows, grads, a["weight"])
 
 
 @rule(aten._fused_rms_norm.default)
@@ -527,18 +557,26 @@ def _rms_norm(op, args, kwargs):
         return torchs_own(op, args, kwargs)
     rows = _Rows(settled(x), a["normalized_shape"])
     weight = rows.parameter("weight", a["weight"])
-    eps = torch.finfo(_counted_in(x.dtype)).eps if a["eps"] is None else a["eps"]
-    rstd = torch.rsqrt(rows.mean_square() + eps)
-    return rows.scaled(rows.local.to(rstd.dtype, copy=True), rstd, weight), rows.wrap(rstd)
+    if rows.are_whole:
+        out, rstd = op(rows.local, rows.shape, weight, a["eps"])
+    else:
+        eps = torch.finfo(_counted_in(x.dtype)).eps if a["eps"] is None else a["eps"]
+        rstd = torch.rsqrt(rows.mean_square() + eps)
+        out = rows.scaled(rows.local * rstd, weight)
+    return rows.wrap(out), rows.wrap_statistics(rstd)
 
 
 @backward_rule(aten._fused_rms_norm_backward.default)
 def _rms_norm_backward(op, args, kwargs):
     a = bound(op, args, kwargs)
-    x = a["input"]
+    x, mask = a["input"], a["output_mask"]
     if not is_sharded(x):
         return torchs_own(op, args, kwargs)
     rows = _Rows(settled(x), a["normalized_shape"])
-    rstd, weight = rows.saved("rstd", a["rstd"]), rows.parameter("weight", a["weight"])
-    mask = [*a["output_mask"], False]
-    return rows.gradients(a["grad_out"], None, rstd, weight, mask, a["weight"])[:2]
+    grad, rstd = local_of(placed_like(a["grad_out"], rows.x)), rows.saved(a["rstd"])
+    weight = rows.parameter("weight", a["weight"])
+    if rows.are_whole:
+        grads = op(grad, rows.local, rows.shape, rstd, weight, mask)
+    else:
+        grads = rows.gradients(grad, None, rstd, weight, [*mask, False])[:2]
+    return _wrapped_grads(rows, grads, a["weight"])

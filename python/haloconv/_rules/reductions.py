@@ -358,6 +358,14 @@ rule(
 )(_reducing(_vector_norm))
 
 
+@rule(aten.dist.default)
+def _dist(op, args, kwargs):
+    a = bound(op, args, kwargs)
+    if not any(map(is_sharded, (a["self"], a["other"]))):
+        return torchs_own(op, args, kwargs)
+    return aten.linalg_vector_norm.default(a["self"] - a["other"], a["p"])
+
+
 @rule(aten.logsumexp.default)
 @_reducing
 def _logsumexp(a, r):

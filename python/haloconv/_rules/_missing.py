@@ -21,6 +21,7 @@ from .._dtensor import DTensor, Partial, Replicate, Shard, is_exactly_shard, loc
 from .._layout import is_sharded, wrap_as
 from .._ops import shard_bounds
 from .._transport import statistics
+from ._views import stands_for_view
 
 MARK = "_haloconv"  # on a parallelized module: what parallelize left there, with its mesh and on_missing
 
@@ -185,7 +186,10 @@ def _on_whole_tensors(op, args, kwargs):
     written = _write_back(op, args, whole_args, kwargs, whole_kwargs)
     if written is not None:
         return written
-    return tree_map_only(torch.Tensor, lambda tensor: _sharded_again(tensor, reference), result)
+    results = tree_map_only(torch.Tensor, lambda tensor: _sharded_again(tensor, reference), result)
+    if any(returned.alias_info is not None for returned in op._schema.returns):  # a view, in torch
+        tree_map_only(DTensor, lambda x: stands_for_view(x, reference, in_backward=True), results)
+    return results
 
 
 def _write_back(op, args, whole_args, kwargs, whole_kwargs):

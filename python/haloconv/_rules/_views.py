@@ -21,10 +21,14 @@ _originals = {}  # storage of the original -> [reference to the copy's]
 _state = {"checking": False, "purge_at": 64}
 
 
-def stands_for_view(copy, original):
-    """`copy`, a fresh DTensor that torch would have made a view of `original`."""
-    if torch._C._current_graph_task_id() != -1:
-        return copy  # autograd's formulas only read them, and a gradient that comes out of one has no other owner
+def stands_for_view(copy, original, in_backward=False):
+    """`copy`, a fresh DTensor that torch would have made a view of `original`.
+
+    in_backward: whether it counts there too. Autograd's formulas only read slices, and a gradient that is one has no
+    other owner.
+    """
+    if torch._C._current_graph_task_id() != -1 and not in_backward:
+        return copy
     ours, theirs = (StorageWeakRef(local_of(x).untyped_storage()) for x in (copy, original))
     if ours.cdata == theirs.cdata:
         return copy

@@ -176,19 +176,38 @@ def _selected(x, axis, index):
     return stands_for_view(wrap_as(local, x.device_mesh, placements, shape), x)
 
 
+def _without_dim_locally(x, local, dim):
+    """A view of `x` without a dim that no other rank has a part of."""
+    strides = [stride for at, stride in enumerate(x.stride()) if at != dim]
+    shape = [size for at, size in enumerate(x.shape) if at != dim]
+    return wrap_strided(local, x.device_mesh, _without_dim(x.placements, dim, x.dim()), shape, strides)
+
+
 @rule(aten.select.int)
 def _select(op, args, kwargs):
     a = bound(op, args, kwargs)
-    x, dim, index = a["self"], _dim_of(a["dim"], a["self"].dim()), a["index"]
+    x, dim = a["self"], _dim_of(a["dim"], a["self"].dim())
     _remember(x, dim, False)
-    if not is_sharded(x) or not _is_cut(x, dim):
+    if not is_sharded(x):
         return torchs_own(op, args, kwargs)
-    x = settled(x)
     axis = axes_of(x).get(dim)
+    index = _dim_of(a["index"], x.shape[dim], f"index in dim {dim}")
     if axis is None:
-        return torchs_own(op, args, kwargs)
+        return _without_dim_locally(x, op(local_of(x), dim, index), dim)
+    x = settled(x)
     _remember(x, dim, True)
-    return _selected(x, axis, _dim_of(index, axis.size, f"index in dim {dim}"))
+    return _selected(x, axis, index)
+
+
+@rule(aten.unbind.int)
+def _unbind(op, args, kwargs):
+    a = bound(op, args, kwargs)
+    x, dim = a["self"], _dim_of(a["dim"], a["self"].dim())
+    if not is_sharded(x):
+        return torchs_own(op, args, kwargs)
+    if dim in axes_of(x):
+        return _without_sharded_form(op, args, kwargs, None)
+    return [_without_dim_locally(x, local, dim) for local in op(local_of(x), dim)]
 
 
 @backward_rule(aten.select_backward.default)
@@ -233,25 +252,25 @@ def _squeeze(op, args, kwargs):
 def _split(op, args, kwargs):
     a = bound(op, args, kwargs)
     x, dim = a["self"], _dim_of(a["dim"], a["self"].dim())
-    if not is_sharded(x) or not _is_cut(x, dim):
+    if not is_sharded(x):
         return torchs_own(op, args, kwargs)
-    x = settled(x)
-    axis = axes_of(x).get(dim)
-    if axis is None:
-        return torchs_own(op, args, kwargs)
+    total = x.shape[dim]
     if op is aten.split.Tensor:
         length = a["split_size"]
-        if length < 0 or (length == 0 and axis.size > 0):
-            raise ValueError(
-                f"split_size is {length}, expected an integer > 0 for dim {dim} of size {axis.size}"
-            )
-        starts = range(0, max(axis.size, 1), max(length, 1))
-        sizes = [min(length, axis.size - start) for start in starts]
+        if length < 0 or (length == 0 and total > 0):
+            raise ValueError(f"split_size is {length}, expected an integer > 0 for dim {dim} of size {total}")
+        sizes = [min(length, total - start) for start in range(0, max(total, 1), max(length, 1))]
     else:
         sizes = list(a["split_sizes"])
-        if any(size < 0 for size in sizes) or sum(sizes) != axis.size:
-            raise ValueError(f"split_sizes is {sizes}, expected integers >= 0 that add up to {axis.size}")
-    parts, start = [], 0
+        if any(size < 0 for size in sizes) or sum(sizes) != total:
+            raise ValueError(f"split_sizes is {sizes}, expected integers >= 0 that add up to {total}")
+    axis = axes_of(x).get(dim)
+    if axis is None:
+        return [
+            wrap_strided(local, x.device_mesh, x.placements, _shape_with(x, dim, size), x.stride())
+            for local, size in zip(aten.split_with_sizes.default(local_of(x), sizes, dim), sizes)
+        ]
+    x, parts, start = settled(x), [], 0
     for size in sizes:
         parts.append(stands_for_view(_sliced(x, axis, start, size, 1), x))
         start += size
@@ -352,13 +371,25 @@ def _scattered(x, source, dim, start, out_size, step):
     return wrap_as(local, x.device_mesh, x.placements, x.shape)
 
 
+def _local_scatter(op, a, source):
+    """The same along a dim that is not sharded, or beside a plain source: autograd makes such zeros."""
+    x = a["self"]
+    if not is_sharded(x):
+        replicated = [Replicate()] * x.device_mesh.ndim
+        a["self"], a["src"] = settled(x), placed_like(a["src"], x, replicated)
+        return torchs_own(op, tuple(a.values()), {})
+    x = settled(x)
+    a["self"], a["src"] = local_of(x), source(local_of(placed_like(source(a["src"], 1), x)), -1)
+    return wrap_as(op(*a.values()), x.device_mesh, x.placements, x.shape)
+
+
 @backward_rule(aten.slice_scatter.default)
 def _slice_scatter(op, args, kwargs):
     a = bound(op, args, kwargs)
     x, step = a["self"], a["step"]
     dim = _dim_of(a["dim"], x.dim())
     if not is_sharded(x) or dim not in axes_of(settled(x)):
-        return _beside(op, a, x)
+        return _local_scatter(op, a, lambda source, _: source)
     start, out_size = _slice_numbers(x.shape[dim], a["start"], a["end"], step)
     return _scattered(x, a["src"], dim, start, out_size, step)
 
@@ -368,16 +399,22 @@ def _select_scatter(op, args, kwargs):
     a = bound(op, args, kwargs)
     x, dim = a["self"], _dim_of(a["dim"], a["self"].dim())
     if not is_sharded(x) or dim not in axes_of(settled(x)):
-        return _beside(op, a, x)
+        return _local_scatter(
+            op, a, lambda source, way: source.unsqueeze(dim) if way > 0 else source.squeeze(dim)
+        )
     index = _dim_of(a["index"], x.shape[dim], f"index in dim {dim}")
     return _scattered(x, a["src"].unsqueeze(dim), dim, index, 1, 1)
 
 
-def _beside(op, a, x):
-    """torch's own, with a plain source as a replicated one: autograd makes such zeros."""
-    if not isinstance(a["src"], DTensor):
-        a["src"] = placed_like(a["src"], x, [Replicate()] * x.device_mesh.ndim)
-    return torchs_own(op, tuple(a.values()), {})
+@rule(aten.fill_.Tensor)
+def _fill(op, args, kwargs):
+    """x[:, 1] = 3 comes here."""
+    a = bound(op, args, kwargs)
+    x, value = a["self"], a["value"]
+    if not is_sharded(x) or any(isinstance(p, Partial) for p in x.placements):
+        return torchs_own(op, args, kwargs)
+    op(local_of(x), local_of(settled(value)) if isinstance(value, DTensor) else value)
+    return x
 
 
 # ---- flip, roll, rot90 ----
@@ -521,6 +558,40 @@ def _pixel_unshuffle(op, args, kwargs):
         lambda begin, end: (begin * r, end * r),
         lambda begin: begin,
     )
+
+
+# ---- channel shuffle, repeat: local, as long as what they touch is whole ----
+
+
+@rule(aten.channel_shuffle.default, aten.native_channel_shuffle.default)
+def _channel_shuffle(op, args, kwargs):
+    a = bound(op, args, kwargs)
+    x, groups = a["self"], a["groups"]
+    if not is_sharded(x):
+        return torchs_own(op, args, kwargs)
+    x = settled(x)
+    if x.dim() < 3 or groups < 1 or x.shape[1] % groups:
+        raise ValueError(
+            f"groups is {groups} and input has shape {tuple(x.shape)}, expected a divisor of dim 1"
+        )
+    if 1 in axes_of(x):
+        return _without_sharded_form(op, args, kwargs, None)
+    local = local_of(x)
+    local = op(local, groups) if local.numel() else local.clone()
+    return wrap_as(local, x.device_mesh, x.placements, x.shape)
+
+
+@rule(aten.repeat.default)
+def _repeat(op, args, kwargs):
+    a = bound(op, args, kwargs)
+    x, repeats = a["self"], list(a["repeats"])
+    more = len(repeats) - x.dim()
+    if not is_sharded(x) or more < 0 or any(repeats[more + dim] != 1 for dim in axes_of(x)):
+        return torchs_own(op, args, kwargs)
+    x = settled(x)
+    placements = [Shard(p.dim % x.dim() + more) if p.is_shard() else p for p in x.placements]
+    shape = [count * size for count, size in zip(repeats, [1] * more + list(x.shape))]
+    return wrap_as(op(local_of(x), repeats), x.device_mesh, placements, shape)
 
 
 # ---- sliding windows ----

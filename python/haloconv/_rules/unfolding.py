@@ -1,8 +1,8 @@
 """F.unfold (im2col) and F.fold (col2im), which are each other's backward.
 
 Columns are the outputs of a convolution's windows, row after row, in one dim of length L. With a sharded spatial dim L
-is sharded, by torch.chunk's rule; a rank's columns need whole rows of the image, so an image that is sharded in its last
-dim is sharded anew, by rows, first. Then:
+is sharded, by torch.chunk's rule; a rank's columns need whole rows of the image, so an image that is sharded in its
+last dim is sharded anew, by rows, first. Then:
 
 * im2col: fetch the rows that the rank's columns read, im2col of them, cut off what other ranks have of the first and
   the last row of windows.

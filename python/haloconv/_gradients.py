@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from . import _transport
-from ._dtensor import DTensor, Partial, Replicate, local_of, wrap_like
+from ._dtensor import DTensor, Partial, Replicate, local_of, wrap_strided
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -35,29 +35,35 @@ _REDUCE_OPS = {
 
 
 class _Bucket:
-    """Gradients of one mesh, placement, dtype and device, flattened into one buffer."""
+    """Gradients of one mesh, placement, dtype and device, in one flat buffer."""
 
-    def __init__(self, mesh, placements):
-        self.mesh, self.placements = mesh, placements
-        self.entries = []  # (parameter, its Partial gradient)
-        self.nbytes = 0
-        self.flat = self.work = None
+    def __init__(self, grad, nbytes):
+        """For `grad` and others of its kind, as many as `nbytes` have room for."""
+        local = local_of(grad)
+        self.mesh, self.placements = grad.device_mesh, tuple(grad.placements)
+        self.room = local.new_empty(max(local.numel(), nbytes // local.element_size()))
+        self.flat = self.room[:0]
+        self.entries = []  # (parameter, shape and stride of its gradient, of the local part)
+        self.work = None
         self.mesh_dims = [  # still to be reduced over; a group of one needs nothing
             index
-            for index, placement in enumerate(placements)
-            if isinstance(placement, Partial) and mesh.size(index) > 1
+            for index, placement in enumerate(self.placements)
+            if isinstance(placement, Partial) and self.mesh.size(index) > 1
         ]
 
+    def fits(self, grad):
+        return self.flat.numel() + local_of(grad).numel() <= self.room.numel()
+
     def add(self, parameter, grad):
-        self.entries.append((parameter, grad))
-        self.nbytes += local_of(grad).nbytes
+        """Copies the gradient: backward may free it."""
+        local = local_of(grad).detach()
+        begin, end = self.flat.numel(), self.flat.numel() + local.numel()
+        self.room[begin:end].view(local.shape).copy_(local)
+        self.flat = self.room[:end]
+        self.entries.append((parameter, grad.shape, grad.stride(), local.shape, local.stride()))
 
     def start(self):
-        """Starts the all-reduce over the first mesh dim."""
-        self.flat = torch.cat([local_of(grad).detach().reshape(-1) for _, grad in self.entries])
-        self._start_next()
-
-    def _start_next(self):
+        """Starts the all-reduce over the next mesh dim."""
         if self.mesh_dims:
             mesh_dim = self.mesh_dims[0]
             op = _REDUCE_OPS[self.placements[mesh_dim].reduce_op]
@@ -65,39 +71,40 @@ class _Bucket:
             _transport.statistics.add("gradients", all_reduces=1, bytes=self.flat.nbytes)
 
     def finish(self):
-        """Yields (parameter, its reduced local gradient)."""
+        """Yields (parameter, its reduced gradient)."""
         while self.mesh_dims:
             self.work.wait()
             mesh_dim = self.mesh_dims.pop(0)
             if self.placements[mesh_dim].reduce_op == "avg":
                 self.flat /= self.mesh.size(mesh_dim)
-            self._start_next()
+            self.start()
         begin = 0
-        for parameter, grad in self.entries:
-            local = local_of(grad)
-            part = self.flat[begin : begin + local.numel()].view(local.shape)
-            begin += local.numel()
+        replicated = [Replicate()] * self.mesh.ndim
+        for parameter, shape, stride, local_shape, local_stride in self.entries:
+            end = begin + local_shape.numel()
             # A tensor of its own, not a view: in the parameter's memory format, and a DTensor around a view cannot be
             # deep-copied.
-            part = torch.empty_like(local).copy_(part)
-            yield parameter, wrap_like(part, grad, [Replicate()] * grad.device_mesh.ndim)
+            part = self.flat.new_empty_strided(local_shape, local_stride)
+            part.copy_(self.flat[begin:end].view(local_shape))
+            begin = end
+            yield parameter, wrap_strided(part, self.mesh, replicated, shape, stride)
 
 
 class _Pass:
     """One run of the autograd engine."""
 
-    def __init__(self):
+    def __init__(self, nbytes):
+        self.nbytes = nbytes  # of a bucket
         self.filling = {}  # (mesh, placements, dtype, device) -> _Bucket
         self.started = []
 
     def add(self, parameter, grad):
         key = (grad.device_mesh, tuple(grad.placements), grad.dtype, grad.device)
-        bucket = self.filling.get(key)
-        if bucket is None:
-            bucket = self.filling[key] = _Bucket(grad.device_mesh, tuple(grad.placements))
-        bucket.add(parameter, grad)
-        if bucket.nbytes >= BUCKET_BYTES:
+        if key in self.filling and not self.filling[key].fits(grad):
             self._start(key)
+        if key not in self.filling:
+            self.filling[key] = _Bucket(grad, self.nbytes)
+        self.filling[key].add(parameter, grad)
 
     def _start(self, key):
         bucket = self.filling.pop(key)
@@ -107,8 +114,8 @@ class _Pass:
     def finish(self):
         for key in list(self.filling):
             self._start(key)
-        for bucket in self.started:
-            for parameter, grad in bucket.finish():
+        while self.started:
+            for parameter, grad in self.started.pop(0).finish():
                 _accumulate(parameter, grad)
 
 
@@ -138,13 +145,18 @@ class GradientReducer:
         self._passes = {}  # graph task -> _Pass
         self._set_aside = {}  # parameter id -> the gradient from before
         self._hooks = collections.OrderedDict()  # parameter id -> its local tensor, hook handles
+        self._nbytes = 0  # of all that are watched
 
     def attach(self, module):
         """Watches the parameters that it does not watch yet. Cheap when there is none; called before each forward."""
         if torch._C._current_graph_task_id() == -1:
             self._passes.clear()  # what a backward that raised has left
+        self._nbytes = 0
         for parameter in _own_parameters(module):
-            if parameter.requires_grad and isinstance(parameter, DTensor) and not self._watches(parameter):
+            if not parameter.requires_grad or not isinstance(parameter, DTensor):
+                continue
+            self._nbytes += local_of(parameter).nbytes
+            if not self._watches(parameter):
                 self._hooks[id(parameter)] = (
                     weakref.ref(local_of(parameter)),
                     # No weak reference: Module.to could not swap a parameter that has one.
@@ -189,7 +201,7 @@ class GradientReducer:
     def _pass(self):
         task = torch._C._current_graph_task_id()
         if task not in self._passes:
-            self._passes[task] = _Pass()
+            self._passes[task] = _Pass(min(BUCKET_BYTES, self._nbytes))
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._passes.pop(task).finish())
         return self._passes[task]
 

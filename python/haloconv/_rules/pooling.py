@@ -100,10 +100,6 @@ class _Pool:
         """Of the local op: none where the dim is sharded."""
         return [0 if self.first + i in self.axes else padding for i, padding in enumerate(self.padding)]
 
-    def local_ceil(self):
-        """ceil_mode of the local op. In sharded dims the interval is exactly what the windows cover."""
-        return self.ceil_mode
-
     def extended_shape(self, local):
         """Of `read`'s result."""
         shape = list(local.shape)
@@ -130,24 +126,46 @@ def _empty_like_format(local, shape):
 # ---- max ----
 
 
-def _first_inside(position, dilation):
-    """Where torch starts a window that begins in the left padding: `position` is negative there."""
-    steps = torch.div(-position + dilation - 1, dilation, rounding_mode="floor")
-    return torch.where(position < 0, position + steps * dilation, position)
+def _to_global(pool, indices, local):
+    """Turns flat indices over the interval that was read into flat indices over the whole, in place."""
+    sizes, begins = _extended_box(pool, local)
+    below = 1
+    for i in reversed(range(pool.n)):
+        if pool.first + i in pool.axes:
+            above = torch.div(indices, sizes[i] * below, rounding_mode="floor")
+            if begins[i] < 0:
+                # A window of nothing but -inf: its index is its first column, in torch the first that is no padding.
+                at = torch.div(indices - above * (sizes[i] * below), below, rounding_mode="floor")
+                dilation = pool.dilation[i]
+                steps = torch.div(at.neg_().sub_(begins[i] - dilation + 1), dilation, rounding_mode="floor")
+                indices.add_(steps.clamp_(min=0), alpha=dilation * below)
+            indices.add_(above, alpha=(pool.sizes[i] - sizes[i]) * below).add_(begins[i] * below)
+        below *= pool.sizes[i]
+    return indices
 
 
-def _indices_to(pool, indices, from_sizes, from_begins, to_sizes, to_begins):
-    """Flat indices over one box of the spatial dims as flat indices over another."""
-    flat, rest = 0, indices
-    for i in range(pool.n):
-        below = math.prod(from_sizes[i + 1 :])
-        at = torch.div(rest, below, rounding_mode="floor")
-        rest = rest - at * below
-        at = at + (from_begins[i] - to_begins[i])
-        if from_begins[i] < 0 and to_begins[i] == 0:
-            at = _first_inside(at, pool.dilation[i])
-        flat = flat * to_sizes[i] + at
-    return flat
+def _to_extended(pool, indices, local):
+    """The inverse of `_to_global`, not in place."""
+    sizes, begins = _extended_box(pool, local)
+    indices, below = indices.clone(), 1
+    for i in reversed(range(pool.n)):
+        if pool.first + i in pool.axes:
+            above = torch.div(indices, pool.sizes[i] * below, rounding_mode="floor")
+            indices.add_(above, alpha=(sizes[i] - pool.sizes[i]) * below).sub_(begins[i] * below)
+        below *= sizes[i]
+    return indices
+
+
+_WRITES_ANY_FORMAT = (aten.max_pool2d_with_indices_backward.default, aten.avg_pool2d_backward.default)
+
+
+def _gradient(op, grad, shape, local, *rest):
+    """The gradient of an input of this shape. Of the input itself ATen's backward reads the sizes and the format only:
+    so the result stands in for it, where ATen writes into one of any format."""
+    out = _empty_like_format(local, shape)
+    if op not in _WRITES_ANY_FORMAT or torch._guards.detect_fake_mode(local) is not None:
+        return op(grad, out, *rest)
+    return op.overloadpacket.grad_input(grad, out, *rest, grad_input=out)
 
 
 def _extended_box(pool, local):
@@ -180,11 +198,9 @@ def _max_pool(op, args, kwargs):
         indices = torch.empty_like(out, dtype=torch.int64)
     else:
         out, indices = op(
-            extended, pool.kernel, pool.stride, pool.local_padding(), pool.dilation, pool.local_ceil()
+            extended, pool.kernel, pool.stride, pool.local_padding(), pool.dilation, pool.ceil_mode
         )
-        if pool.axes:
-            sizes, begins = _extended_box(pool, local)
-            indices = _indices_to(pool, indices, sizes, begins, pool.sizes, [0] * n)
+        indices = _to_global(pool, indices, local)
     wrapped = [wrap_as(t, x.device_mesh, x.placements, pool.out_shape) for t in (out, indices)]
     return tuple(wrapped)
 
@@ -200,26 +216,12 @@ def _max_pool_backward(op, args, kwargs):
     pool = _Pool(x, n, a["kernel_size"], a["stride"], a["padding"], a["dilation"], a["ceil_mode"])
     local = local_of(x)
     grad, indices = (local_of(placed_like(t, x)) for t in (a["grad_output"], indices))
+    shape = pool.extended_shape(local)
     if grad.numel() == 0:
-        extended = local.new_zeros(pool.extended_shape(local))
+        extended = local.new_zeros(shape)
     else:
-        source = local
-        if pool.axes:
-            sizes, begins = _extended_box(pool, local)
-            indices = _indices_to(pool, indices, pool.sizes, [0] * n, sizes, begins)
-            source = _empty_like_format(
-                local, pool.extended_shape(local)
-            )  # its sizes and format alone are used
-        extended = op(
-            grad,
-            source,
-            pool.kernel,
-            pool.stride,
-            pool.local_padding(),
-            pool.dilation,
-            pool.local_ceil(),
-            indices,
-        )
+        numbers = (pool.kernel, pool.stride, pool.local_padding(), pool.dilation, pool.ceil_mode)
+        extended = _gradient(op, grad, shape, local, *numbers, _to_extended(pool, indices, local))
     return wrap_as(pool.give_back(extended), x.device_mesh, x.placements, x.shape)
 
 
@@ -252,7 +254,7 @@ def _divisor(pool, a, device):
 
 def _average(op, pool, extended, divisor):
     """The local pooling with a divisor that is a number."""
-    return op(extended, pool.kernel, pool.stride, pool.local_padding(), pool.local_ceil(), True, divisor)
+    return op(extended, pool.kernel, pool.stride, pool.local_padding(), pool.ceil_mode, True, divisor)
 
 
 @rule(aten.avg_pool2d.default, aten.avg_pool3d.default)
@@ -294,8 +296,6 @@ def _avg_pool_backward(op, args, kwargs):
     else:
         if not isinstance(divisor, int):
             grad, divisor = grad / divisor, 1
-        source = _empty_like_format(local, shape)  # its sizes and format alone are used
-        extended = op(
-            grad, source, pool.kernel, pool.stride, pool.local_padding(), pool.local_ceil(), True, divisor
-        )
+        numbers = (pool.kernel, pool.stride, pool.local_padding(), pool.ceil_mode)
+        extended = _gradient(op, grad, shape, local, *numbers, True, divisor)
     return wrap_as(pool.give_back(extended), x.device_mesh, x.placements, x.shape)

@@ -28,7 +28,7 @@ endif
 export BASE_PYTHON
 SANITIZED := build/sanitize
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-short test test-213 lint format build wheel audit sanitize sanitize-short fuzz mutation \
+.PHONY: help demo demo-short test test-213 lint format build wheel audit sanitize sanitize-short fuzz zoo mutation \
     mutation-short clean distclean env env-lint env-213
 
 help:
@@ -42,6 +42,7 @@ help:
 	@echo 'make test-213   that wheel on torch 2.13.0: the core of the suite'
 	@echo 'make sanitize   the core of the suite under AddressSanitizer and UndefinedBehaviorSanitizer'
 	@echo 'make fuzz       the random tests with many more examples'
+	@echo 'make zoo        whole published models on 2 and 3 processes against their unsplit selves'
 	@echo 'make mutation   breaks the rule on purpose, in many ways: do tests notice each?'
 	@echo 'make clean      removes what was built; make distclean the virtual environments too'
 
@@ -89,6 +90,9 @@ sanitize-short: sanitize
 
 fuzz: build
 	HALOCONV_FUZZ_CASES=5000 $(PY) -m pytest --timeout 7200 tests/test_convolution_fuzz.py tests/test_plan.py $(ARGS)
+
+zoo: build
+	OMP_NUM_THREADS=1 $(PY) tests/zoo.py $(ARGS)
 
 mutation: build
 	$(PY) tests/mutation.py $(ARGS)

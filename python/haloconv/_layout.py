@@ -72,6 +72,19 @@ def settled(x):
     return x
 
 
+def sharded_like(x, other):
+    """`x`, sharded also where `other` is and it is not: a replicated input whose result was used sharded gets a sharded
+    gradient. Free: each rank keeps its part. Channels, dim 1, are left alone."""
+    if not (isinstance(x, DTensor) and isinstance(other, DTensor)) or x.dim() != other.dim():
+        return x
+    placements = list(x.placements)
+    for mesh_dim, (own, wanted) in enumerate(zip(x.placements, other.placements)):
+        free = isinstance(own, Replicate) and is_exactly_shard(wanted) and wanted not in placements
+        if free and wanted.dim % x.dim() != 1:
+            placements[mesh_dim] = wanted
+    return x if placements == list(x.placements) else x.redistribute(placements=placements)
+
+
 def placed_like(tensor, x, placements=None):
     """A tensor argument beside `x`: a DTensor with the placements of `x`, or those given. A plain one is replicated."""
     placements = tuple(x.placements if placements is None else placements)

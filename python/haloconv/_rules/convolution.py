@@ -8,6 +8,7 @@ import torch
 
 from .. import _convolution, _dtensor
 from .._dtensor import DTensor
+from .._layout import is_sharded, sharded_like
 from ._registry import backward_rule, rule, torchs_own
 
 aten = torch.ops.aten
@@ -82,7 +83,9 @@ def _convolution_rule(op, args, kwargs):
 @backward_rule(aten.convolution_backward.default)
 def _convolution_backward_rule(op, args, kwargs):
     grad_output, x, weight, _, stride, padding, dilation, transposed, output_padding, groups, mask = args
-    if not _is_ours(x, weight, groups):
+    x = sharded_like(x, grad_output)
+    # torch's own backward does not take a gradient that lies otherwise than its output did.
+    if not _is_ours(x, weight, groups) and (is_sharded(x) or is_sharded(weight)):
         return torchs_own(op, args, kwargs)
     window = _window(weight, stride, padding, dilation, transposed, output_padding, groups)
     mesh = _mesh_of(x, weight)

@@ -15,7 +15,16 @@ import torch
 
 from .. import _ops
 from .._dtensor import local_of
-from .._layout import axes_of, is_sharded, placed_like, settled, windowed, windowed_back, wrap_as
+from .._layout import (
+    axes_of,
+    is_sharded,
+    placed_like,
+    settled,
+    sharded_like,
+    windowed,
+    windowed_back,
+    wrap_as,
+)
 from ._registry import backward_rule, bound, rule, torchs_own
 
 aten = torch.ops.aten
@@ -211,7 +220,7 @@ def _max_pool_backward(op, args, kwargs):
     x, indices = a["self"], a["indices"]
     if not any(is_sharded(t) for t in (a["grad_output"], x, indices)):
         return torchs_own(op, args, kwargs)
-    x = settled(x)
+    x = sharded_like(settled(x), a["grad_output"])
     n = 2 if op is aten.max_pool2d_with_indices_backward.default else 3
     pool = _Pool(x, n, a["kernel_size"], a["stride"], a["padding"], a["dilation"], a["ceil_mode"])
     local = local_of(x)
@@ -285,7 +294,7 @@ def _avg_pool_backward(op, args, kwargs):
     x = a["self"]
     if not any(is_sharded(t) for t in (a["grad_output"], x)):
         return torchs_own(op, args, kwargs)
-    x = settled(x)
+    x = sharded_like(settled(x), a["grad_output"])
     n = 2 if op is aten.avg_pool2d_backward.default else 3
     pool = _Pool(x, n, a["kernel_size"], a["stride"], a["padding"], 1, a["ceil_mode"])
     local, grad = local_of(x), local_of(placed_like(a["grad_output"], x))

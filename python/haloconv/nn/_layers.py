@@ -9,7 +9,8 @@ import contextlib
 
 import torch
 
-from .._dtensor import DTensor, Replicate
+from .._dtensor import DTensor, Partial, Replicate, is_exactly_shard, strides_of
+from .._layout import settled
 from .._rules import layer_rules
 
 _NAMES = [
@@ -106,6 +107,44 @@ class _Sharded:
         return super().forward(*args, **kwargs)
 
 
+class Linear(torch.nn.Linear):
+    """`torch.nn.Linear` for DTensors, sharded in any dims but the last.
+
+    torch flattens all dims but the last for it, which a sharded one that is not the first does not survive. Here each
+    rank multiplies what it holds.
+    """
+
+    def forward(self, input):
+        if not isinstance(input, DTensor) or not _is_whole_in_last_dim(input):
+            return super().forward(input)
+        mesh = input.device_mesh
+        input = settled(input)
+        # Each rank's part of the weights' gradients, along mesh dims that shard the input.
+        partial = [Partial() if placement.is_shard() else placement for placement in input.placements]
+        with _replicated(self, mesh):
+            weight, bias = (
+                None if tensor is None else tensor.redistribute(placements=[Replicate()] * mesh.ndim)
+                for tensor in (self.weight, self.bias)
+            )
+            local = torch.nn.functional.linear(
+                input.to_local(grad_placements=input.placements),
+                weight.to_local(grad_placements=partial),
+                None if bias is None else bias.to_local(grad_placements=partial),
+            )
+        shape = torch.Size((*input.shape[:-1], self.out_features))
+        return DTensor.from_local(
+            local, mesh, input.placements, run_check=False, shape=shape, stride=strides_of(shape, False)
+        )
+
+
+def _is_whole_in_last_dim(x):
+    return all(
+        isinstance(placement, (Replicate, Partial))
+        or (is_exactly_shard(placement) and placement.dim % x.dim() != x.dim() - 1)
+        for placement in x.placements
+    )
+
+
 def _layer(name):
     base = getattr(torch.nn, name)
     body = {"__module__": "haloconv.nn", "__doc__": f"`torch.nn.{name}` for DTensors."}
@@ -116,3 +155,5 @@ def _layer(name):
 
 
 LAYERS = {name: _layer(name) for name in _NAMES if hasattr(torch.nn, name)}
+LAYERS["Linear"] = Linear
+Linear.__module__ = "haloconv.nn"

@@ -72,7 +72,8 @@ def _decide(propagate, op, args, kwargs):
     try:
         decision = propagate()
     except Exception as error:
-        if isinstance(error, NotImplementedError) and not any(map(is_sharded, tree_leaves((args, kwargs)))):
+        unknown = "sharding strategy" in str(error)
+        if unknown and not any(map(is_sharded, tree_leaves((args, kwargs)))):
             return _on_whole_tensors(op, args, kwargs)  # every rank has all of it
         if not any(_is_activation(x) for x in tree_leaves((args, kwargs))):
             raise

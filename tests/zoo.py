@@ -287,7 +287,7 @@ TIMM = {
     (64, 66): "regnetz_005 mixnet_s",
     (64, 67): """
         convnextv2_atto resnetv2_18d tf_efficientnetv2_b0 mobilenetv2_035 hardcorenas_b cspresnet50
-        dm_nfnet_f0 gcresnext26ts ese_vovnet19b_slim_dw fasternet_t0 rdnet_tiny pnasnet5large
+        dm_nfnet_f0 ese_vovnet19b_slim_dw fasternet_t0 rdnet_tiny pnasnet5large
     """,
     (64, 70): """
         convnext_atto resnet18 resnext26ts resnetblur18 resnetv2_18 regnetx_002 efficientnet_lite0
@@ -321,6 +321,7 @@ ENTRIES = [
     timm_("vgg11", 96, 110, mlp_ratio=0.05),
     timm_("vgg11_bn", 96, 103, mlp_ratio=0.05),
     timm_("nasnetalarge", 64, 71, num_features=1344, stem_size=32),
+    timm_("gcresnext26ts", 64, 67, **GATHERS),
     timm_("edgenext_xx_small", 64, 70, **GATHERS),
     timm_("efficientformerv2_s0", 224, 224, **GATHERS),
     vision("alexnet", 96, 131, hidden=64),

@@ -44,10 +44,8 @@ def pairs(padding):
 class Layout(typing.NamedTuple):
     """How a convolution lies on a mesh."""
 
-    roles: tuple[str, ...]  # of each mesh dim
     out: tuple  # placements
-    weight: tuple
-    bias: tuple
+    weight: tuple  # and of the bias
     grad_input: tuple
     grad_weight: tuple
     groups: int  # of the local convolution
@@ -188,10 +186,8 @@ def layout_of(mesh, x_placements, weight_placements, window, x_shape):
     spatial = sorted((dim, mesh_dim) for dim, mesh_dim in sharded.items() if dim >= 2)
     coordinate = mesh.get_coordinate()
     return Layout(
-        roles=roles,
         out=tuple(out),
         weight=tuple(_BY_ROLE[role][0] for role in roles),
-        bias=tuple(_BY_ROLE[role][0] for role in roles),
         grad_input=tuple(grad_input),
         grad_weight=tuple(_BY_ROLE[role][1] for role in roles),
         groups=groups,
@@ -213,9 +209,13 @@ def _numbers(window, weight_shape, index):
     )
 
 
+def _out_channels(weight_shape, window):
+    return weight_shape[1] * window.groups if window.transposed else weight_shape[0]
+
+
 def global_out_shape(x_shape, weight_shape, window):
     """Global output shape."""
-    shape = [x_shape[0], weight_shape[1] * window.groups if window.transposed else weight_shape[0]]
+    shape = [x_shape[0], _out_channels(weight_shape, window)]
     for index in range(len(weight_shape) - 2):
         numbers = _numbers(window, weight_shape, index)
         shape.append(_ops.window_out_size(x_shape[2 + index], *numbers, window.transposed))
@@ -298,9 +298,7 @@ def _prepare(x, weight, bias, window):
         if torch._guards.detect_fake_mode(local_of(x)) is None:
             check_mesh(x.device_mesh)
         check_window(window, x.shape, weight.shape)
-        check_tensors(
-            x, weight, bias, weight.shape[1] * window.groups if window.transposed else weight.shape[0]
-        )
+        check_tensors(x, weight, bias, _out_channels(weight.shape, window))
         placements = usable(x.placements, x.device_mesh, window, x.dim())
         layout = layout_of(x.device_mesh, placements, weight.placements, window, x.shape)
         for placement in weight.placements:
@@ -310,7 +308,7 @@ def _prepare(x, weight, bias, window):
                     f"double backward through the rules? use haloconv.nn's layers for that){on_rank()}"
                 )
     weight = _redistribute(weight, layout.weight)
-    bias = None if bias is None else _redistribute(bias, layout.bias)
+    bias = None if bias is None else _redistribute(bias, layout.weight)
     return _redistribute(x, placements), weight, bias, layout
 
 

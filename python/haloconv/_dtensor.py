@@ -7,10 +7,14 @@
   autograd function, and below autograd (in a handler) the constructor is the right call.
 * propagation: ``_propagate_op_sharding_dispatch_slow_path`` is where DTensor decides how an op's inputs have to lie,
   for every combination that it has not cached. What it returns, if it is no decision, is taken for the op's result.
+* Python kernels: while a graph is traced, some ops are replaced above autograd by Python decompositions
+  (``OpOverload.py_kernels``), which index the whole of a tensor. DTensors are kept from them.
 * implicit replication: plain tensors in DTensor operations count as replicated.
 
 `probe` fails loudly if any of it has moved.
 """
+
+import functools
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -87,6 +91,29 @@ def orders_shards_anew(decision):
     specs = [x for x in tree_leaves(getattr(decision, "output_spec", None)) if isinstance(x, DTensorSpec)]
     plain = (Shard, Partial, Replicate)
     return any(type(placement) not in plain for spec in specs for placement in spec.placements)
+
+
+def keep_whole_while_tracing(packets):
+    """From now on no overload of these ops is decomposed for a DTensor before DTensor sees it."""
+    for packet in packets:
+        for name in packet.overloads():
+            op = getattr(packet, name)
+            for key, kernel in list(op.py_kernels.items()):
+                if not hasattr(kernel, "_haloconv"):
+                    op.py_kernels[key] = _for_plain_tensors(op, kernel)
+            op._dispatch_cache.clear()
+
+
+def _for_plain_tensors(op, kernel):
+    @functools.wraps(kernel)
+    def choose(*args, **kwargs):
+        if any(isinstance(x, DTensor) for x in tree_leaves((args, kwargs))):
+            with torch._C._DisablePythonDispatcher():
+                return op(*args, **kwargs)
+        return kernel(*args, **kwargs)
+
+    choose._haloconv = True
+    return choose
 
 
 def allow_implicit_replication():

@@ -24,7 +24,7 @@ from . import _missing
 
 _forward, _backward = {}, {}  # op -> rule
 _originals = {}  # what torch had, for the ops whose handler was replaced at least once
-_state = {"enabled": False, "graphs": None, "tag": None}
+_state = {"enabled": False, "graphs": None, "tag": None, "kept_whole": False}
 
 
 def _reporting(function):
@@ -133,6 +133,9 @@ def _switch_on():
     _dtensor.probe()
     _install(_forward)
     _install(_backward)
+    if not _state["kept_whole"]:
+        _dtensor.keep_whole_while_tracing({op.overloadpacket for op in (*_forward, *_backward)})
+        _state["kept_whole"] = True
     _missing.watch()
 
 

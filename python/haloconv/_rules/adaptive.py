@@ -141,7 +141,8 @@ def _bin_by_bin(bins, extents):
         for dim, output in zip(dims, outputs):
             begin, end = bins.bin(dim, output)
             low, high = extents[dim][bins.axes[dim].rank]
-            parts.append((max(begin, low), min(end, high)))
+            begin, end = min(max(begin, low), high), min(end, high)
+            parts.append((begin, max(begin, end)))
         yield dict(zip(dims, outputs)), dict(zip(dims, parts))
 
 
@@ -184,7 +185,7 @@ def _maximum(op, args, kwargs):
         begins = [0] * bins.n
         sizes = list(bins.out_sizes)
         for dim, (begin, end) in parts.items():
-            slab = slab.narrow(dim, begin - extents[dim][bins.axes[dim].rank][0], max(0, end - begin))
+            slab = slab.narrow(dim, begin - extents[dim][bins.axes[dim].rank][0], end - begin)
             first = _own_outputs(bins, dim)[0]
             target = target.narrow(dim, outputs[dim] - first, 1)
             target_indices = target_indices.narrow(dim, outputs[dim] - first, 1)

@@ -11,6 +11,7 @@ where one column is left. Those take taps in all dims.
 import functools
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import _C, _ops
 from .._dtensor import local_of, strides_of, wrap_strided
@@ -36,9 +37,12 @@ class Taps:
         self.size, self.out_size = size, out_size
         self._numbers = (mode, size, out_size, align_corners, scale, single, channels_last, _fused())
         self.count, indices, weights = _C.resize(*self._numbers)
-        self._indices = torch.frombuffer(bytearray(indices), dtype=torch.int64).view(out_size, self.count)
-        self._weights = torch.frombuffer(bytearray(weights), dtype=torch.float64).view(out_size, self.count)
-        self.picks = self.count == 1 and bool((self._weights == 1).all())  # nothing to multiply
+        with _disable_current_modes():  # plain tensors also while a graph is traced: they are kept
+            self._indices = torch.frombuffer(bytearray(indices), dtype=torch.int64).view(out_size, self.count)
+            self._weights = torch.frombuffer(bytearray(weights), dtype=torch.float64).view(
+                out_size, self.count
+            )
+            self.picks = self.count == 1 and bool((self._weights == 1).all())  # nothing to multiply
 
     def reads(self, begin, end):
         """The interval of inputs that the outputs [begin, end) read."""
@@ -46,25 +50,28 @@ class Taps:
 
     def rows(self, begin, end, offset, like):
         """(index - offset, weight) of each tap of the outputs [begin, end), on the device of `like`."""
-        indices, weights = self._indices[begin:end] - offset, self._weights[begin:end]
-        if torch._guards.detect_fake_mode(like) is not None:  # as constants of the graph
-            indices, weights = (
-                torch.tensor(indices.tolist()),
-                torch.tensor(weights.tolist(), dtype=torch.float64),
-            )
-            indices, weights = indices.view(end - begin, self.count), weights.view(end - begin, self.count)
-        indices, weights = indices.to(like.device), weights.to(like.device, _accumulation(like.dtype))
+        with _disable_current_modes():
+            indices, weights = self._indices[begin:end] - offset, self._weights[begin:end]
+        indices, weights = _constant(indices, like), _constant(weights, like).to(_accumulation(like.dtype))
         return list(zip(indices.unbind(1), weights.unbind(1)))
 
     def matrix(self, begin, end, like):
         """The dense (end - begin, out_size) part of the map that the inputs [begin, end) have."""
-        rows = torch.zeros(self.size, self.out_size, dtype=torch.float64)
-        outputs = torch.arange(self.out_size).unsqueeze(1).expand_as(self._indices)
-        rows.index_put_((self._indices, outputs), self._weights, accumulate=True)
-        part = rows[begin:end]
-        if torch._guards.detect_fake_mode(like) is not None:
-            part = torch.tensor(part.tolist(), dtype=torch.float64).view(end - begin, self.out_size)
-        return part.to(like.device, _accumulation(like.dtype))
+        with _disable_current_modes():
+            rows = torch.zeros(self.size, self.out_size, dtype=torch.float64)
+            outputs = torch.arange(self.out_size).unsqueeze(1).expand_as(self._indices)
+            rows.index_put_((self._indices, outputs), self._weights, accumulate=True)
+            part = rows[begin:end]
+        return _constant(part, like).to(_accumulation(like.dtype))
+
+
+def _constant(tensor, like):
+    """A plain tensor on the device of `like`; while a graph is traced, as a constant of it."""
+    if torch._guards.detect_fake_mode(like) is None:
+        return tensor.to(like.device)
+    with _disable_current_modes():
+        values = tensor.tolist()
+    return torch.tensor(values, dtype=tensor.dtype, device=like.device).view(tensor.shape)
 
 
 taps_of = functools.lru_cache(maxsize=512)(Taps)

@@ -58,7 +58,6 @@ def compare(mesh, placements, x, pool, what):
     grad = random(want.shape, 3)
     want.backward(grad)
     got.backward(shard(grad, mesh, got.placements))
-    assert tuple(sharded.grad.placements) == tuple(placements)
     assert_close(full(sharded.grad), x.grad, f"gradient of {what}")
 
 

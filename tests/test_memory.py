@@ -73,10 +73,10 @@ def unet():
 
 def build(name):
     if name == "unet":
-        return unet(), (2, 3, 256, 512)
+        return unet(), (2, 3, 192, 384)
     import timm
 
-    return timm.create_model(name), (2, 3, 384, 768)
+    return timm.create_model(name), (2, 3, 256, 512)
 
 
 def measure(name, channels_last):

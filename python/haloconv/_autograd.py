@@ -86,7 +86,9 @@ def _traceable_convolution(x, weight, bias, window):
     weight = weight.redistribute(placements=layout.weight)
     local_bias = []
     if bias is not None:
-        local_bias = [bias.redistribute(placements=layout.weight).to_local(grad_placements=layout.grad_weight)]
+        local_bias = [
+            bias.redistribute(placements=layout.weight).to_local(grad_placements=layout.grad_weight)
+        ]
     local = _ops.ops.convolution(
         x.to_local(grad_placements=layout.grad_input),
         weight.to_local(grad_placements=layout.grad_weight),

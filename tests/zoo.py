@@ -20,6 +20,7 @@ import copy
 import dataclasses
 import fnmatch
 import functools
+import importlib.util
 import itertools
 import json
 import re
@@ -237,6 +238,26 @@ def _timm(name, **options):
     return timm.create_model(name, pretrained=False, num_classes=10, **options)
 
 
+MONAI = {  # three dims
+    "UNet": dict(spatial_dims=3, channels=(4, 8, 16), strides=(2, 2), num_res_units=2),
+    "BasicUNet": dict(spatial_dims=3, features=(4, 4, 8, 8, 8, 4)),
+    "SegResNet": dict(spatial_dims=3, init_filters=8),
+    "DynUNet": dict(spatial_dims=3, kernel_size=[3, 3, 3], strides=[1, 2, 2], upsample_kernel_size=[2, 2]),
+}
+
+
+def _monai(name):
+    from monai.networks import nets
+
+    return getattr(nets, name)(in_channels=3, out_channels=2, **MONAI[name])
+
+
+def _detector():
+    from torchvision.models.detection import maskrcnn_resnet50_fpn
+
+    return maskrcnn_resnet50_fpn(weights=None, weights_backbone=None).backbone
+
+
 def _torchvision(name, hidden=None, **options):
     """hidden: the width of a classifier's hidden layers; VGG's own would be most of the model's memory."""
     import torchvision
@@ -343,6 +364,14 @@ ENTRIES = [
     dense("lraspp_mobilenet_v3_large", 64, 70),
     Entry("torchvision/resnet18_fpn", _pyramid, (64, 71)),
 ]
+ENTRIES += [Entry("torchvision/maskrcnn_resnet50_fpn backbone", _detector, (64, 96))]
+if importlib.util.find_spec("monai"):  # where it is installed
+    ENTRIES += [
+        Entry("monai/UNet", functools.partial(_monai, "UNet"), (8, 16, 20)),
+        Entry("monai/BasicUNet", functools.partial(_monai, "BasicUNet"), (16, 16, 34)),
+        Entry("monai/SegResNet", functools.partial(_monai, "SegResNet"), (8, 16, 24)),
+        Entry("monai/DynUNet", functools.partial(_monai, "DynUNet"), (8, 12, 20)),
+    ]
 ENTRIES += [timm_(name, *size) for size, names in TIMM.items() for name in names.split()]
 ZOO = {entry.name: entry for entry in ENTRIES}
 

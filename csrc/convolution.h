@@ -10,28 +10,15 @@
  * Periodic dimensions are the exception: a column there has several images, so the input's halo is fetched again and
  * its gradient reduced.
  *
- * A dimension is *planned* when the rule has to look at it: it is sharded, periodic, or padded in a way that ATen's
- * convolution does not know (unevenly, negatively). The others are left to ATen.
- *
- * This is the general path: one extended buffer, then one local convolution. hc_exchange_begin/_finish are the seam at
- * which a local convolution can run while the messages travel.
+ * Two paths lead there. The general one assembles one extended buffer and convolves that: it works for every window, at
+ * the price of a copy of the activation. The fast one (convolution_fast.h) convolves the shard as it lies while the
+ * messages travel, and mends the columns at its edges. Which is taken follows from integers, and each rank may decide
+ * for itself: the messages are the same.
  */
 #ifndef HC_CONVOLUTION_H
 #define HC_CONVOLUTION_H
 
-#include "halo.h"
-
-typedef struct hc_convolution {
-  hc_conv_params params; /* `padding` is ignored: pad_lo and pad_hi say it */
-  int64_t pad_lo[HC_MAX_SPATIAL], pad_hi[HC_MAX_SPATIAL];
-  bool periodic[HC_MAX_SPATIAL];
-  /* How each spatial dimension lies on its group; world 1 where it is whole, then `size` is ignored. */
-  int64_t size[HC_MAX_SPATIAL], world[HC_MAX_SPATIAL], rank[HC_MAX_SPATIAL];
-  const char *group[HC_MAX_SPATIAL];
-} hc_convolution;
-
-/* The window of spatial dimension d. */
-hc_window hc_convolution_window(const hc_convolution *conv, int64_t d, int64_t kernel);
+#include "convolution_layout.h"
 
 /* input: the local shard, (N, C_in, ...). weight: whole. bias: (C_out,) or NULL. out: the local shard of the output,
  * in the memory format of the input. */

@@ -41,13 +41,11 @@ done:
   return status->code;
 }
 
-typedef enum hc_move { HC_PACK, HC_UNPACK, HC_UNPACK_ADD } hc_move;
-
-/* Moves the pieces between their places in `tensor` and the message buffers. A piece lies at its offset in the
- * extent plus `origin` when `by_offset`, else at its source coordinate minus `origin`. */
+/* Packs the pieces of `tensor` into the message buffers, or (add) adds the buffers to the pieces. A piece lies at its
+ * offset in the extent plus `origin` when `by_offset`, else at its source coordinate minus `origin`. */
 static hc_code move(AtenTensorHandle tensor, const hc_shape *shape, int64_t dim, const hc_piece *pieces,
-                    int64_t count, bool by_offset, int64_t origin, const hc_messages *messages,
-                    hc_move direction, hc_status *status) {
+                    int64_t count, bool by_offset, int64_t origin, const hc_messages *messages, bool add,
+                    hc_status *status) {
   AtenTensorHandle wire = NULL, place = NULL;
   const int64_t header = hc_transport_header_bytes(shape);
   int64_t message = -1, offset_bytes = 0;
@@ -64,14 +62,12 @@ static hc_code move(AtenTensorHandle tensor, const hc_shape *shape, int64_t dim,
     const int64_t at = by_offset ? pieces[i].offset + origin : pieces[i].begin - origin;
     AtenTensorHandle buffer = messages->items[message].buffer;
     HC_TRY(hc_tensor_view_bytes(buffer, offset_bytes, &part, &wire, status));
-    if (direction == HC_PACK) {
+    if (add) {
+      HC_TRY(hc_tensor_add_at(tensor, shape, dim, at, part.sizes[dim], wire, status));
+    } else {
       HC_TRY(hc_tensor_narrow(tensor, shape, dim, at, part.sizes[dim], &place, status));
       HC_TRY_TORCH(status, aoti_torch_copy_(wire, place, 1));
       hc_tensor_free(&place);
-    } else if (direction == HC_UNPACK) {
-      HC_TRY(hc_tensor_copy_at(tensor, shape, dim, at, part.sizes[dim], wire, status));
-    } else {
-      HC_TRY(hc_tensor_add_at(tensor, shape, dim, at, part.sizes[dim], wire, status));
     }
     offset_bytes += payload_bytes(shape, dim, &pieces[i], 1);
     hc_tensor_free(&wire);
@@ -116,10 +112,84 @@ hc_code hc_exchange_begin(AtenTensorHandle local, const hc_axis *axis, const hc_
     HC_TRY(
         allocate(&exchange->shape, axis->dim, route->recvs, route->nrecvs, true, &exchange->recvs, status));
     HC_TRY(move(local, &exchange->shape, axis->dim, route->sends, route->nsends, false, route->owned.begin,
-                &exchange->sends, HC_PACK, status));
+                &exchange->sends, false, status));
     HC_TRY(
         hc_transport_post(axis->group, &exchange->sends, &exchange->recvs, op, &exchange->request, status));
   }
+done:
+  return status->code;
+}
+
+hc_code hc_exchange_wait(hc_exchange *exchange, hc_status *status) {
+  return hc_transport_wait(&exchange->request, status);
+}
+
+/* The part of a piece that lies in `part`, in the extent's coordinates. */
+static hc_interval clip(const hc_route *route, const hc_piece *piece, hc_interval part) {
+  const int64_t begin = route->extent.begin + piece->offset;
+  const hc_interval whole = {begin, begin + piece->end - piece->begin};
+  return hc_intersect(whole, part);
+}
+
+static hc_code copy_kept(const hc_exchange *exchange, AtenTensorHandle local, hc_interval part,
+                         AtenTensorHandle target, const hc_shape *shape, int64_t at, hc_status *status) {
+  AtenTensorHandle kept = NULL;
+  const hc_route *route = &exchange->route;
+  const int64_t dim = exchange->axis.dim;
+  for (int64_t i = 0; i < route->nkeeps; ++i) {
+    const hc_piece *keep = &route->keeps[i];
+    const hc_interval both = clip(route, keep, part);
+    if (hc_length(both) > 0) {
+      const int64_t skipped = both.begin - route->extent.begin - keep->offset;
+      HC_TRY(hc_tensor_narrow(local, &exchange->shape, dim, keep->begin + skipped - route->owned.begin,
+                              hc_length(both), &kept, status));
+      HC_TRY(
+          hc_tensor_copy_at(target, shape, dim, at + both.begin - part.begin, hc_length(both), kept, status));
+      hc_tensor_free(&kept);
+    }
+  }
+done:
+  hc_tensor_free(&kept);
+  return status->code;
+}
+
+static hc_code copy_received(const hc_exchange *exchange, hc_interval part, AtenTensorHandle target,
+                             const hc_shape *shape, int64_t at, hc_status *status) {
+  AtenTensorHandle wire = NULL, place = NULL;
+  const hc_route *route = &exchange->route;
+  const int64_t dim = exchange->axis.dim;
+  int64_t message = -1, offset_bytes = 0;
+  for (int64_t i = 0; i < route->nrecvs && exchange->recvs.count > 0; ++i) {
+    const hc_piece *piece = &route->recvs[i];
+    if (i == 0 || piece->peer != piece[-1].peer) {
+      ++message;
+      offset_bytes = hc_transport_header_bytes(&exchange->shape);
+    }
+    const hc_interval both = clip(route, piece, part);
+    if (hc_length(both) > 0) {
+      hc_shape sent = exchange->shape;
+      sent.sizes[dim] = piece->end - piece->begin;
+      hc_shape_set_strides(&sent, false);
+      HC_TRY(hc_tensor_view_bytes(exchange->recvs.items[message].buffer, offset_bytes, &sent, &wire, status));
+      HC_TRY(hc_tensor_narrow(wire, &sent, dim, both.begin - route->extent.begin - piece->offset,
+                              hc_length(both), &place, status));
+      HC_TRY(hc_tensor_copy_at(target, shape, dim, at + both.begin - part.begin, hc_length(both), place,
+                               status));
+      hc_tensor_free(&wire);
+      hc_tensor_free(&place);
+    }
+    offset_bytes += payload_bytes(&exchange->shape, dim, piece, 1);
+  }
+done:
+  hc_tensor_free(&wire);
+  hc_tensor_free(&place);
+  return status->code;
+}
+
+hc_code hc_exchange_copy(const hc_exchange *exchange, AtenTensorHandle local, hc_interval part,
+                         AtenTensorHandle target, const hc_shape *shape, int64_t at, hc_status *status) {
+  HC_TRY(copy_kept(exchange, local, part, target, shape, at, status));
+  HC_TRY(copy_received(exchange, part, target, shape, at, status));
 done:
   return status->code;
 }
@@ -152,35 +222,24 @@ done:
 
 hc_code hc_exchange_finish(hc_exchange *exchange, AtenTensorHandle local, int64_t lead, double fill,
                            AtenTensorHandle *out, hc_status *status) {
-  AtenTensorHandle buffer = NULL, kept = NULL;
+  AtenTensorHandle buffer = NULL;
   const hc_route *route = &exchange->route;
-  const int64_t dim = exchange->axis.dim;
   const bool own_shard =
       lead == 0 && route->extent.begin == route->owned.begin && route->extent.end == route->owned.end;
-  HC_TRY(hc_transport_wait(&exchange->request, status));
+  HC_TRY(hc_exchange_wait(exchange, status));
   if (own_shard) {
     return hc_tensor_share(local, out, status);
   }
   hc_shape extended = exchange->shape;
-  extended.sizes[dim] = lead + hc_length(route->extent);
+  extended.sizes[exchange->axis.dim] = lead + hc_length(route->extent);
   hc_shape_set_strides(&extended, hc_shape_is_channels_last(&exchange->shape));
   HC_TRY(hc_tensor_empty(&extended, &buffer, status));
   HC_TRY(fill_outside(exchange, buffer, &extended, lead, fill, status));
-  for (int64_t i = 0; i < route->nkeeps; ++i) {
-    const hc_piece *keep = &route->keeps[i];
-    const int64_t length = keep->end - keep->begin;
-    HC_TRY(hc_tensor_narrow(local, &exchange->shape, dim, keep->begin - route->owned.begin, length, &kept,
-                            status));
-    HC_TRY(hc_tensor_copy_at(buffer, &extended, dim, lead + keep->offset, length, kept, status));
-    hc_tensor_free(&kept);
-  }
-  HC_TRY(move(buffer, &extended, dim, route->recvs, route->nrecvs, true, lead, &exchange->recvs, HC_UNPACK,
-              status));
+  HC_TRY(hc_exchange_copy(exchange, local, route->extent, buffer, &extended, lead, status));
   *out = buffer;
   buffer = NULL;
 done:
   hc_tensor_free(&buffer);
-  hc_tensor_free(&kept);
   return status->code;
 }
 
@@ -220,7 +279,7 @@ hc_code hc_halo_reduce(AtenTensorHandle grad, const hc_axis *axis, const hc_inte
     HC_TRY(allocate(&exchange.shape, axis->dim, route->recvs, route->nrecvs, false, &exchange.sends, status));
     HC_TRY(allocate(&exchange.shape, axis->dim, route->sends, route->nsends, true, &exchange.recvs, status));
     HC_TRY(move(grad, &exchange.shape, axis->dim, route->recvs, route->nrecvs, true, 0, &exchange.sends,
-                HC_PACK, status));
+                false, status));
     HC_TRY(hc_transport_post(axis->group, &exchange.sends, &exchange.recvs, op, &exchange.request, status));
   }
   hc_shape shard = exchange.shape;
@@ -236,7 +295,7 @@ hc_code hc_halo_reduce(AtenTensorHandle grad, const hc_axis *axis, const hc_inte
   }
   HC_TRY(hc_transport_wait(&exchange.request, status));
   HC_TRY(move(sum, &shard, axis->dim, route->sends, route->nsends, false, route->owned.begin, &exchange.recvs,
-              HC_UNPACK_ADD, status));
+              true, status));
   *out = sum;
   sum = NULL;
 done:

@@ -5,8 +5,9 @@
  *   reduce:   extent -> shard.  The adjoint: each rank's contribution to columns that others own goes home and is
  *             added there. <exchange(x), y> = <x, reduce(y)>.
  *
- * An exchange is begun and finished separately, so that a caller can compute in between; the general path does
- * not, an overlapping one does. Whatever was begun must be finished or dropped.
+ * An exchange is begun and finished separately, so that a caller can compute in between. To finish is to assemble the
+ * whole extent, which costs a copy of the shard; a caller that needs only parts of the extent, the strips at the
+ * shard's edges, waits and copies them. Whatever was begun must be dropped.
  */
 #ifndef HC_HALO_H
 #define HC_HALO_H
@@ -38,6 +39,13 @@ hc_code hc_exchange_begin(AtenTensorHandle local, const hc_axis *axis, const hc_
 /* The buffer: `lead` zero columns, then the extent. When that is just the own shard, the shard itself. */
 hc_code hc_exchange_finish(hc_exchange *exchange, AtenTensorHandle local, int64_t lead, double fill,
                            AtenTensorHandle *out, hc_status *status);
+/* The other way to finish: returns when everything has been received, and gives out nothing. */
+hc_code hc_exchange_wait(hc_exchange *exchange, hc_status *status);
+/* After hc_exchange_wait: writes what the extent has in `part` into `target` from column `at` of axis.dim on, whether
+ * kept from `local` or received. `part` counts as the extent does, and may be more than the extent; columns of it that
+ * nobody holds are left as they are in `target`. `shape` is that of `target`: as `local`, but for axis.dim. */
+hc_code hc_exchange_copy(const hc_exchange *exchange, AtenTensorHandle local, hc_interval part,
+                         AtenTensorHandle target, const hc_shape *shape, int64_t at, hc_status *status);
 /* Frees what an exchange holds; for a finished, failed or zeroed one. Waits for what is still in flight. */
 void hc_exchange_drop(hc_exchange *exchange);
 

@@ -1,12 +1,16 @@
 /* module: haloconv._C, the CPython side. Limited API: one binary for every Python from 3.10 on.
  *
- * Importing it registers the ops (kernels.c). What it holds itself is the plan, as plain tuples, and, in a test build,
- * the fault switch. Python wraps both; users do not import this module.
+ * Importing it registers the ops (kernels.c). What it holds itself is the plan, as plain tuples, and what tests want to
+ * switch and to see: the convolution's path and, in a test build, faults. Python wraps the plan; users do not import
+ * this module.
+ *
+ * The environment variable HALOCONV_CONV_PATH (auto, general, fast) is read here, once, at import.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdlib.h>
 
+#include "convolution_fast.h"
 #include "kernels.h"
 #include "plan.h"
 #include "resize.h"
@@ -174,6 +178,36 @@ static PyObject *resize_reads(PyObject *self, PyObject *args) {
   return Py_BuildValue("(LL)", (long long)reads.begin, (long long)reads.end);
 }
 
+static PyObject *convolution_path(PyObject *self, PyObject *args) {
+  const char *before = hc_fast_path(), *name = before;
+  (void)self;
+  if (!PyArg_ParseTuple(args, "|s", &name)) {
+    return NULL;
+  }
+  if (!hc_fast_set_path(name)) {
+    return PyErr_Format(PyExc_ValueError, "name is '%s', expected 'auto', 'general' or 'fast'", name);
+  }
+  return PyUnicode_FromString(before);
+}
+
+static PyObject *path_counts(PyObject *self, PyObject *args) {
+  static const char *const names[HC_COUNTS] = {
+      [HC_COUNT_FORWARD_FAST] = "forward_fast",         [HC_COUNT_FORWARD_GENERAL] = "forward_general",
+      [HC_COUNT_FORWARD_STRIPS] = "forward_strips",     [HC_COUNT_BACKWARD_FAST] = "backward_fast",
+      [HC_COUNT_BACKWARD_GENERAL] = "backward_general", [HC_COUNT_BACKWARD_STRIPS] = "backward_strips",
+  };
+  PyObject *result = PyDict_New();
+  (void)self, (void)args;
+  for (int i = 0; result != NULL && i < HC_COUNTS; ++i) {
+    PyObject *count = PyLong_FromLongLong((long long)hc_fast_counted((hc_fast_count)i));
+    if (count == NULL || PyDict_SetItemString(result, names[i], count) != 0) {
+      Py_CLEAR(result);
+    }
+    Py_XDECREF(count);
+  }
+  return result;
+}
+
 #ifdef HC_FAULTS
 static PyObject *fault_arm(PyObject *self, PyObject *args) {
   long long n;
@@ -198,6 +232,14 @@ static PyMethodDef methods[] = {
      "resize_reads(mode, in_size, out_size, align_corners, scale, single_precision, channels_last, fused, "
      "begin, end)\n"
      "-> (begin, end): the inputs that the outputs [begin, end) read"},
+    {"convolution_path", convolution_path, METH_VARARGS,
+     "convolution_path(name=None) -> the path before. For tests: which path convolutions take from now on, "
+     "'auto', "
+     "'general' or 'fast'. Initially HALOCONV_CONV_PATH, or 'auto'."},
+    {"path_counts", path_counts, METH_NOARGS,
+     "path_counts() -> dict. For tests: how many convolutions took which path since the process began, "
+     "forward and "
+     "backward, and how many of them had strips to mend."},
 #ifdef HC_FAULTS
     {"fault_arm", fault_arm, METH_VARARGS,
      "fault_arm(n): the n-th checked libtorch call from now on fails; 0: none"},
@@ -212,6 +254,11 @@ PyMODINIT_FUNC PyInit__C(void);
 
 PyMODINIT_FUNC PyInit__C(void) {
   hc_status status = {HC_OK, ""};
+  const char *path = getenv("HALOCONV_CONV_PATH");
+  if (path != NULL && !hc_fast_set_path(path)) {
+    return PyErr_Format(PyExc_ImportError, "HALOCONV_CONV_PATH is '%s', expected 'auto', 'general' or 'fast'",
+                        path);
+  }
   if (hc_kernels_register(&status) != HC_OK) {
     PyErr_Format(PyExc_ImportError, "haloconv could not register its operators with this torch: %s",
                  status.message);

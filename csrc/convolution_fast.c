@@ -1,0 +1,347 @@
+/* convolution_fast: see convolution_fast.h. */
+#include "convolution_fast.h"
+
+#include <stdatomic.h>
+#include <string.h>
+
+/* ---- for tests ---- */
+
+enum { AUTO, GENERAL, FAST, PATHS };
+static const char *const NAMES[PATHS] = {"auto", "general", "fast"};
+static atomic_int path = AUTO;
+static _Atomic int64_t counts[HC_COUNTS]; /* kernels run on several threads */
+
+bool hc_fast_set_path(const char *name) {
+  for (int i = 0; i < PATHS; ++i) {
+    if (strcmp(name, NAMES[i]) == 0) {
+      path = i;
+      return true;
+    }
+  }
+  return false;
+}
+
+const char *hc_fast_path(void) { return NAMES[path]; }
+
+int64_t hc_fast_counted(hc_fast_count which) { return counts[which]; }
+
+static bool chosen(bool fast, hc_fast_count if_fast, hc_fast_count if_general) {
+  ++counts[fast ? if_fast : if_general];
+  return fast;
+}
+
+/* ---- whether and how ---- */
+
+/* Where the copy is cheaper: strips are more than this part of the own outputs, or the weight, which a second call takes
+ * in again, and whose gradient it makes again, is more than so many times the shard. */
+enum { STRIPS_AT_MOST_ONE_IN = 3, WEIGHT_AT_MOST_SHARDS = 8 };
+
+/* Whether the general path takes this rank's tensor as it is, and no rank sends anything. */
+static bool is_whole(const hc_layout_dim *dim, bool of_input) {
+  const hc_axis *axis = of_input ? &dim->in : &dim->out;
+  const hc_interval own = of_input ? dim->in_own : dim->out_own;
+  const hc_fit *fit = &dim->fit;
+  return !dim->planned || (fit->extent.begin == own.begin && fit->extent.end == own.end && fit->lead == 0 &&
+                           fit->crop_lo == 0 && fit->crop_hi == 0 &&
+                           hc_extents_are_local(axis->size, axis->world, dim->extents, axis->periodic));
+}
+
+/* The last dimension that isn't whole, -1 where there is none. */
+static int64_t last_dim(const hc_layout *layout, bool of_input) {
+  int64_t d = layout->nspatial - 1;
+  while (d >= 0 && is_whole(&layout->dims[d], of_input)) {
+    --d;
+  }
+  return d;
+}
+
+/* Whether the local tensors will have elements once all dimensions but d are assembled. */
+static bool has_elements(const hc_layout *layout, int64_t d) {
+  bool some = layout->input.sizes[0] > 0 && layout->input.sizes[1] > 0 && layout->out.sizes[1] > 0;
+  for (int64_t i = 0; i < layout->nspatial; ++i) {
+    const hc_layout_dim *dim = &layout->dims[i];
+    some = some && hc_length(dim->in_own) > 0;
+    some = some && (i == d || !dim->planned ? hc_length(dim->out_own) > 0 : hc_length(dim->fit.extent) > 0);
+  }
+  return some;
+}
+
+/* Whether the local convolution, zero-padded, gives exactly the own outputs. */
+static bool is_exact(const hc_layout_dim *dim, int64_t *padding) {
+  const hc_interval reads = hc_window_reads(&dim->window, dim->out_own);
+  const int64_t left = dim->in_own.begin - reads.begin, right = reads.end - dim->in_own.end;
+  const int64_t reach = dim->window.dilation * (dim->window.kernel - 1);
+  *padding = left;
+  return left >= 0 && left <= reach && left >= right && left - right < dim->window.stride;
+}
+
+/* Completes `fast` for strips of lower and upper outputs; one length for both makes one call of them. */
+static bool use_strips(const hc_layout *layout, int64_t lower, int64_t upper, bool inside, hc_fast *fast) {
+  const hc_layout_dim *dim = &layout->dims[fast->d];
+  const int64_t length = hc_max(lower, upper), own = hc_length(dim->out_own);
+  fast->nstrips = 0;
+  if (lower > 0) {
+    const int64_t begin = dim->out_own.begin - (inside ? 0 : length);
+    fast->outputs[fast->nstrips++] = (hc_interval){begin, begin + length};
+  }
+  if (upper > 0) {
+    const int64_t begin = dim->out_own.end - (inside ? length : 0);
+    fast->outputs[fast->nstrips++] = (hc_interval){begin, begin + length};
+  }
+  return path == FAST || fast->nstrips == 0 ||
+         (fast->nstrips * length * STRIPS_AT_MOST_ONE_IN <= own &&
+          hc_shape_numel(&layout->weight) <= WEIGHT_AT_MOST_SHARDS * hc_shape_numel(&layout->input));
+}
+
+static bool choose_forward(const hc_layout *layout, hc_fast *fast) {
+  fast->d = last_dim(layout, true);
+  if (path == GENERAL || layout->dims[0].window.transposed || fast->d < 0 || !has_elements(layout, fast->d)) {
+    return false;
+  }
+  const hc_layout_dim *dim = &layout->dims[fast->d];
+  if (!is_exact(dim, &fast->padding)) {
+    return false;
+  }
+  const hc_window *window = &dim->window;
+  const int64_t reach = window->dilation * (window->kernel - 1);
+  int64_t lower = 0, upper = 0;
+  /* How many outputs read what others hold, or, periodic, another image of the own shard. */
+  if (window->periodic || dim->in_own.begin > 0) {
+    lower = hc_min(hc_ceil_div(fast->padding, window->stride), hc_length(dim->out_own));
+  }
+  if (window->periodic || dim->in_own.end < dim->in.size) {
+    const int64_t first = hc_ceil_div(dim->in_own.end + window->pad_lo - reach, window->stride);
+    upper = dim->out_own.end - hc_min(dim->out_own.end, hc_max(dim->out_own.begin, first));
+  }
+  return use_strips(layout, lower, upper, true, fast);
+}
+
+static bool choose_backward(const hc_layout *layout, hc_fast *fast) {
+  fast->d = last_dim(layout, false);
+  if (path == GENERAL || layout->dims[0].window.transposed || fast->d < 0 || !has_elements(layout, fast->d)) {
+    return false;
+  }
+  const hc_layout_dim *dim = &layout->dims[fast->d];
+  if (!is_exact(dim, &fast->padding)) {
+    return false;
+  }
+  const hc_interval all = {0, dim->out.size};
+  const hc_interval touching = hc_intersect(dim->fit.extent, all); /* outputs of all ranks */
+  return use_strips(layout, dim->out_own.begin - touching.begin, touching.end - dim->out_own.end, false,
+                    fast);
+}
+
+bool hc_fast_choose_forward(const hc_layout *layout, hc_fast *fast) {
+  return chosen(choose_forward(layout, fast), HC_COUNT_FORWARD_FAST, HC_COUNT_FORWARD_GENERAL);
+}
+
+bool hc_fast_choose_backward(const hc_layout *layout, hc_fast *fast) {
+  return chosen(choose_backward(layout, fast), HC_COUNT_BACKWARD_FAST, HC_COUNT_BACKWARD_GENERAL);
+}
+
+/* ---- strips ---- */
+
+/* Strips stacked along the batch, `length` columns each, zero; in the memory format of `like`. `shape` is that of one. */
+static hc_code new_strips(const hc_shape *like, int64_t nstrips, int64_t dim, int64_t length, hc_shape *shape,
+                          AtenTensorHandle *out, hc_status *status) {
+  *shape = *like;
+  shape->sizes[0] *= nstrips;
+  shape->sizes[dim] = length;
+  hc_shape_set_strides(shape, hc_shape_is_channels_last(like));
+  HC_TRY(hc_tensor_zeros(shape, out, status));
+  shape->sizes[0] = like->sizes[0];
+done:
+  return status->code;
+}
+
+/* A view of strip i; `shape` is that of one. */
+static hc_code strip_of(AtenTensorHandle strips, const hc_shape *shape, int64_t i, AtenTensorHandle *out,
+                        hc_status *status) {
+  return hc_tensor_narrow(strips, shape, 0, i * shape->sizes[0], shape->sizes[0], out, status);
+}
+
+/* The strips of what an exchange assembles, over `columns`. `local` is what was exchanged. */
+static hc_code exchanged_strips(const hc_exchange *exchange, AtenTensorHandle local, int64_t nstrips,
+                                const hc_interval *columns, AtenTensorHandle *out, hc_status *status) {
+  AtenTensorHandle strips = NULL, strip = NULL;
+  hc_shape shape;
+  HC_TRY(new_strips(&exchange->shape, nstrips, exchange->axis.dim, hc_length(columns[0]), &shape, &strips,
+                    status));
+  for (int64_t i = 0; i < nstrips; ++i) {
+    HC_TRY(strip_of(strips, &shape, i, &strip, status));
+    HC_TRY(hc_exchange_copy(exchange, local, columns[i], strip, &shape, 0, status));
+    hc_tensor_free(&strip);
+  }
+  *out = strips;
+  strips = NULL;
+done:
+  hc_tensor_free(&strips);
+  hc_tensor_free(&strip);
+  return status->code;
+}
+
+/* The strips of a shard over `columns`, zero where it does not own them. */
+static hc_code own_strips(AtenTensorHandle local, hc_interval own, int64_t dim, int64_t nstrips,
+                          const hc_interval *columns, AtenTensorHandle *out, hc_status *status) {
+  AtenTensorHandle strips = NULL, strip = NULL, part = NULL;
+  hc_shape local_shape, shape;
+  HC_TRY(hc_tensor_shape(local, &local_shape, status));
+  HC_TRY(new_strips(&local_shape, nstrips, dim, hc_length(columns[0]), &shape, &strips, status));
+  for (int64_t i = 0; i < nstrips; ++i) {
+    const hc_interval both = hc_intersect(own, columns[i]);
+    if (hc_length(both) > 0) {
+      HC_TRY(strip_of(strips, &shape, i, &strip, status));
+      HC_TRY(
+          hc_tensor_narrow(local, &local_shape, dim, both.begin - own.begin, hc_length(both), &part, status));
+      HC_TRY(hc_tensor_copy_at(strip, &shape, dim, both.begin - columns[i].begin, hc_length(both), part,
+                               status));
+      hc_tensor_free(&strip);
+      hc_tensor_free(&part);
+    }
+  }
+  *out = strips;
+  strips = NULL;
+done:
+  hc_tensor_free(&strips);
+  hc_tensor_free(&strip);
+  hc_tensor_free(&part);
+  return status->code;
+}
+
+/* Brings the strips, over `columns`, home into `target`, which covers `own`: overwrites, or adds. */
+static hc_code bring_home(AtenTensorHandle strips, int64_t nstrips, const hc_interval *columns, int64_t dim,
+                          hc_interval own, bool add, AtenTensorHandle target, hc_status *status) {
+  AtenTensorHandle strip = NULL, part = NULL;
+  hc_shape shape, target_shape;
+  HC_TRY(hc_tensor_shape(strips, &shape, status));
+  HC_TRY(hc_tensor_shape(target, &target_shape, status));
+  shape.sizes[0] = target_shape.sizes[0];
+  for (int64_t i = 0; i < nstrips; ++i) {
+    const hc_interval both = hc_intersect(own, columns[i]);
+    if (hc_length(both) > 0) {
+      HC_TRY(strip_of(strips, &shape, i, &strip, status));
+      HC_TRY(hc_tensor_narrow(strip, &shape, dim, both.begin - columns[i].begin, hc_length(both), &part,
+                              status));
+      HC_TRY((add ? hc_tensor_add_at : hc_tensor_copy_at)(target, &target_shape, dim, both.begin - own.begin,
+                                                          hc_length(both), part, status));
+      hc_tensor_free(&strip);
+      hc_tensor_free(&part);
+    }
+  }
+done:
+  hc_tensor_free(&strip);
+  hc_tensor_free(&part);
+  return status->code;
+}
+
+/* The columns that the strips' windows read. */
+static void strips_read(const hc_fast *fast, const hc_window *window, hc_interval *columns) {
+  for (int64_t i = 0; i < fast->nstrips; ++i) {
+    columns[i] = hc_window_reads(window, fast->outputs[i]);
+  }
+}
+
+/* ---- forward ---- */
+
+hc_code hc_fast_forward(const hc_layout *layout, const hc_fast *fast, const hc_conv_params *params,
+                        AtenTensorHandle input, AtenTensorHandle weight, AtenTensorHandle bias,
+                        AtenTensorHandle *out, hc_status *status) {
+  AtenTensorHandle result = NULL, strips = NULL, mended = NULL;
+  const hc_layout_dim *dim = &layout->dims[fast->d];
+  const int64_t tensor_dim = 2 + fast->d;
+  hc_conv_params padded = *params, bare = *params;
+  hc_interval columns[2];
+  hc_exchange exchange;
+  memset(&exchange, 0, sizeof exchange);
+  padded.padding[fast->d] = fast->padding;
+  bare.padding[fast->d] = 0;
+  strips_read(fast, &dim->window, columns);
+  HC_TRY(hc_exchange_begin(input, &dim->in, dim->extents, "convolution", &exchange, status));
+  HC_TRY(hc_tensor_convolution(input, weight, bias, &padded, &result, status));
+  HC_TRY(hc_exchange_wait(&exchange, status));
+  if (fast->nstrips > 0) {
+    HC_TRY(exchanged_strips(&exchange, input, fast->nstrips, columns, &strips, status));
+    HC_TRY(hc_tensor_convolution(strips, weight, bias, &bare, &mended, status));
+    HC_TRY(bring_home(mended, fast->nstrips, fast->outputs, tensor_dim, dim->out_own, false, result, status));
+    ++counts[HC_COUNT_FORWARD_STRIPS];
+  }
+  *out = result;
+  result = NULL;
+done:
+  hc_exchange_drop(&exchange);
+  hc_tensor_free(&result);
+  hc_tensor_free(&strips);
+  hc_tensor_free(&mended);
+  return status->code;
+}
+
+/* ---- backward ---- */
+
+/* Replaces *sum by *sum + other. */
+static hc_code add_to(AtenTensorHandle *sum, AtenTensorHandle other, hc_status *status) {
+  AtenTensorHandle both = NULL;
+  /* the stable ABI has no add without a Scalar: see hc_tensor_add_at */
+  HC_TRY_TORCH(status, aoti_torch_aten_subtract_Tensor(*sum, other, -1.0, &both));
+  hc_tensor_free(sum);
+  *sum = both;
+done:
+  return status->code;
+}
+
+/* Adds the pairs of own input columns and other ranks' output columns to the gradients that are not NULL. */
+static hc_code add_strips(const hc_layout *layout, const hc_fast *fast, const hc_conv_params *bare,
+                          const hc_exchange *exchange, AtenTensorHandle grad_output, AtenTensorHandle input,
+                          AtenTensorHandle weight, AtenTensorHandle *grad_input,
+                          AtenTensorHandle *grad_weight, hc_status *status) {
+  AtenTensorHandle grad_strips = NULL, input_strips = NULL, of_input = NULL, of_weight = NULL;
+  const hc_layout_dim *dim = &layout->dims[fast->d];
+  const int64_t tensor_dim = 2 + fast->d;
+  hc_interval columns[2];
+  strips_read(fast, &dim->window, columns);
+  HC_TRY(exchanged_strips(exchange, grad_output, fast->nstrips, fast->outputs, &grad_strips, status));
+  HC_TRY(own_strips(input, dim->in_own, tensor_dim, fast->nstrips, columns, &input_strips, status));
+  HC_TRY(hc_tensor_convolution_backward(grad_strips, input_strips, weight, bare, *grad_input != NULL,
+                                        *grad_weight != NULL, &of_input, &of_weight, status));
+  if (*grad_input != NULL) {
+    HC_TRY(bring_home(of_input, fast->nstrips, columns, tensor_dim, dim->in_own, true, *grad_input, status));
+  }
+  if (*grad_weight != NULL) {
+    HC_TRY(add_to(grad_weight, of_weight, status));
+  }
+  ++counts[HC_COUNT_BACKWARD_STRIPS];
+done:
+  hc_tensor_free(&grad_strips);
+  hc_tensor_free(&input_strips);
+  hc_tensor_free(&of_input);
+  hc_tensor_free(&of_weight);
+  return status->code;
+}
+
+hc_code hc_fast_backward(const hc_layout *layout, const hc_fast *fast, const hc_conv_params *params,
+                         AtenTensorHandle grad_output, AtenTensorHandle input, AtenTensorHandle weight,
+                         bool need_input, bool need_weight, AtenTensorHandle *grad_input,
+                         AtenTensorHandle *grad_weight, hc_status *status) {
+  AtenTensorHandle of_input = NULL, of_weight = NULL;
+  const hc_layout_dim *dim = &layout->dims[fast->d];
+  hc_conv_params padded = *params, bare = *params;
+  hc_exchange exchange;
+  memset(&exchange, 0, sizeof exchange);
+  padded.padding[fast->d] = fast->padding;
+  bare.padding[fast->d] = 0;
+  HC_TRY(hc_exchange_begin(grad_output, &dim->out, dim->extents, "convolution_backward", &exchange, status));
+  HC_TRY(hc_tensor_convolution_backward(grad_output, input, weight, &padded, need_input, need_weight,
+                                        &of_input, &of_weight, status));
+  HC_TRY(hc_exchange_wait(&exchange, status));
+  if (fast->nstrips > 0) {
+    HC_TRY(add_strips(layout, fast, &bare, &exchange, grad_output, input, weight, &of_input, &of_weight,
+                      status));
+  }
+  *grad_input = of_input;
+  *grad_weight = of_weight;
+  of_input = of_weight = NULL;
+done:
+  hc_exchange_drop(&exchange);
+  hc_tensor_free(&of_input);
+  hc_tensor_free(&of_weight);
+  return status->code;
+}

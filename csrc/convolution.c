@@ -216,7 +216,7 @@ static hc_code backward_from_input_halo(hc_layout *layout, hc_conv_params *param
   }
   for (int64_t d = layout->nspatial - 1; need_input && d >= 0; --d) {
     if (layout->dims[d].planned) {
-      HC_TRY(hc_halo_reduce(current, &layout->dims[d].in, layout->dims[d].extents, op, &next, status));
+      HC_TRY(hc_halo_reduce(current, true, &layout->dims[d].in, layout->dims[d].extents, op, &next, status));
       hc_tensor_free(&current);
       current = next;
       next = NULL;

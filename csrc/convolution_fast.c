@@ -154,83 +154,90 @@ done:
   return status->code;
 }
 
-/* A view of strip i; `shape` is that of one. */
-static hc_code strip_of(AtenTensorHandle strips, const hc_shape *shape, int64_t i, AtenTensorHandle *out,
-                        hc_status *status) {
-  return hc_tensor_narrow(strips, shape, 0, i * shape->sizes[0], shape->sizes[0], out, status);
+/* Strip i; `shape` is that of one. */
+static hc_part strip_of(AtenTensorHandle strips, const hc_shape *shape, int64_t i) {
+  hc_part strip = hc_part_of(strips, shape);
+  strip.offset_bytes =
+      i * shape->sizes[0] * shape->strides[0] * (int64_t)aoti_torch_dtype_element_size(shape->dtype);
+  return strip;
 }
 
 /* The strips of what an exchange assembles, over `columns`. `local` is what was exchanged. */
 static hc_code exchanged_strips(const hc_exchange *exchange, AtenTensorHandle local, int64_t nstrips,
                                 const hc_interval *columns, AtenTensorHandle *out, hc_status *status) {
-  AtenTensorHandle strips = NULL, strip = NULL;
+  AtenTensorHandle strips = NULL;
   hc_shape shape;
+  hc_moves moves;
+  hc_moves_init(false, &moves);
   HC_TRY(new_strips(&exchange->shape, nstrips, exchange->axis.dim, hc_length(columns[0]), &shape, &strips,
                     status));
   for (int64_t i = 0; i < nstrips; ++i) {
-    HC_TRY(strip_of(strips, &shape, i, &strip, status));
-    HC_TRY(hc_exchange_copy(exchange, local, columns[i], strip, &shape, 0, status));
-    hc_tensor_free(&strip);
+    const hc_part strip = strip_of(strips, &shape, i);
+    HC_TRY(hc_exchange_copy(exchange, local, columns[i], &strip, &moves, status));
   }
+  HC_TRY(hc_moves_run(&moves, status));
   *out = strips;
   strips = NULL;
 done:
   hc_tensor_free(&strips);
-  hc_tensor_free(&strip);
+  return status->code;
+}
+
+/* What the strips, over `columns`, share with `local`, over `own`: copied from there, or brought home, overwriting or
+ * adding. */
+typedef enum direction { FROM_LOCAL, TO_LOCAL, ADDED_TO_LOCAL } direction;
+
+static hc_code move_strips(direction which, AtenTensorHandle strips, const hc_shape *shape, int64_t nstrips,
+                           const hc_interval *columns, int64_t dim, AtenTensorHandle local, hc_interval own,
+                           hc_status *status) {
+  hc_shape local_shape;
+  hc_moves moves;
+  hc_moves_init(which == ADDED_TO_LOCAL, &moves);
+  HC_TRY(hc_tensor_shape(local, &local_shape, status));
+  const hc_part shard = hc_part_of(local, &local_shape);
+  for (int64_t i = 0; i < nstrips; ++i) {
+    const hc_interval both = hc_intersect(own, columns[i]);
+    const int64_t length = hc_length(both);
+    if (length > 0) {
+      const hc_part strip = strip_of(strips, shape, i);
+      const hc_part ours = hc_part_narrow(&strip, dim, both.begin - columns[i].begin, length);
+      const hc_part theirs = hc_part_narrow(&shard, dim, both.begin - own.begin, length);
+      HC_TRY(hc_moves_push(&moves, which == FROM_LOCAL ? &ours : &theirs,
+                           which == FROM_LOCAL ? &theirs : &ours, status));
+      if (which == ADDED_TO_LOCAL) { /* strips may overlap */
+        HC_TRY(hc_moves_run(&moves, status));
+      }
+    }
+  }
+  HC_TRY(hc_moves_run(&moves, status));
+done:
   return status->code;
 }
 
 /* The strips of a shard over `columns`, zero where it does not own them. */
 static hc_code own_strips(AtenTensorHandle local, hc_interval own, int64_t dim, int64_t nstrips,
                           const hc_interval *columns, AtenTensorHandle *out, hc_status *status) {
-  AtenTensorHandle strips = NULL, strip = NULL, part = NULL;
+  AtenTensorHandle strips = NULL;
   hc_shape local_shape, shape;
   HC_TRY(hc_tensor_shape(local, &local_shape, status));
   HC_TRY(new_strips(&local_shape, nstrips, dim, hc_length(columns[0]), &shape, &strips, status));
-  for (int64_t i = 0; i < nstrips; ++i) {
-    const hc_interval both = hc_intersect(own, columns[i]);
-    if (hc_length(both) > 0) {
-      HC_TRY(strip_of(strips, &shape, i, &strip, status));
-      HC_TRY(
-          hc_tensor_narrow(local, &local_shape, dim, both.begin - own.begin, hc_length(both), &part, status));
-      HC_TRY(hc_tensor_copy_at(strip, &shape, dim, both.begin - columns[i].begin, hc_length(both), part,
-                               status));
-      hc_tensor_free(&strip);
-      hc_tensor_free(&part);
-    }
-  }
+  HC_TRY(move_strips(FROM_LOCAL, strips, &shape, nstrips, columns, dim, local, own, status));
   *out = strips;
   strips = NULL;
 done:
   hc_tensor_free(&strips);
-  hc_tensor_free(&strip);
-  hc_tensor_free(&part);
   return status->code;
 }
 
 /* Brings the strips, over `columns`, home into `target`, which covers `own`: overwrites, or adds. */
 static hc_code bring_home(AtenTensorHandle strips, int64_t nstrips, const hc_interval *columns, int64_t dim,
                           hc_interval own, bool add, AtenTensorHandle target, hc_status *status) {
-  AtenTensorHandle strip = NULL, part = NULL;
-  hc_shape shape, target_shape;
+  hc_shape shape;
   HC_TRY(hc_tensor_shape(strips, &shape, status));
-  HC_TRY(hc_tensor_shape(target, &target_shape, status));
-  shape.sizes[0] = target_shape.sizes[0];
-  for (int64_t i = 0; i < nstrips; ++i) {
-    const hc_interval both = hc_intersect(own, columns[i]);
-    if (hc_length(both) > 0) {
-      HC_TRY(strip_of(strips, &shape, i, &strip, status));
-      HC_TRY(hc_tensor_narrow(strip, &shape, dim, both.begin - columns[i].begin, hc_length(both), &part,
-                              status));
-      HC_TRY((add ? hc_tensor_add_at : hc_tensor_copy_at)(target, &target_shape, dim, both.begin - own.begin,
-                                                          hc_length(both), part, status));
-      hc_tensor_free(&strip);
-      hc_tensor_free(&part);
-    }
-  }
+  shape.sizes[0] /= nstrips;
+  HC_TRY(move_strips(add ? ADDED_TO_LOCAL : TO_LOCAL, strips, &shape, nstrips, columns, dim, target, own,
+                     status));
 done:
-  hc_tensor_free(&strip);
-  hc_tensor_free(&part);
   return status->code;
 }
 
@@ -277,13 +284,13 @@ done:
 
 /* ---- backward ---- */
 
-/* Replaces *sum by *sum + other. */
-static hc_code add_to(AtenTensorHandle *sum, AtenTensorHandle other, hc_status *status) {
-  AtenTensorHandle both = NULL;
-  /* the stable ABI has no add without a Scalar: see hc_tensor_add_at */
-  HC_TRY_TORCH(status, aoti_torch_aten_subtract_Tensor(*sum, other, -1.0, &both));
-  hc_tensor_free(sum);
-  *sum = both;
+/* sum += other. */
+static hc_code add_to(AtenTensorHandle sum, AtenTensorHandle other, hc_status *status) {
+  hc_shape sum_shape, shape;
+  HC_TRY(hc_tensor_shape(sum, &sum_shape, status));
+  HC_TRY(hc_tensor_shape(other, &shape, status));
+  const hc_part target = hc_part_of(sum, &sum_shape), source = hc_part_of(other, &shape);
+  HC_TRY(hc_move(true, &target, &source, status));
 done:
   return status->code;
 }
@@ -306,7 +313,7 @@ static hc_code add_strips(const hc_layout *layout, const hc_fast *fast, const hc
     HC_TRY(bring_home(of_input, fast->nstrips, columns, tensor_dim, dim->in_own, true, *grad_input, status));
   }
   if (*grad_weight != NULL) {
-    HC_TRY(add_to(grad_weight, of_weight, status));
+    HC_TRY(add_to(*grad_weight, of_weight, status));
   }
   ++counts[HC_COUNT_BACKWARD_STRIPS];
 done:

@@ -41,40 +41,67 @@ done:
   return status->code;
 }
 
-/* Packs the pieces of `tensor` into the message buffers, or (add) adds the buffers to the pieces. A piece lies at its
- * offset in the extent plus `origin` when `by_offset`, else at its source coordinate minus `origin`. */
-static hc_code move(AtenTensorHandle tensor, const hc_shape *shape, int64_t dim, const hc_piece *pieces,
-                    int64_t count, bool by_offset, int64_t origin, const hc_messages *messages, bool add,
-                    hc_status *status) {
-  AtenTensorHandle wire = NULL, place = NULL;
-  const int64_t header = hc_transport_header_bytes(shape);
-  int64_t message = -1, offset_bytes = 0;
-  if (messages->count == 0) {
-    return HC_OK;
-  }
-  for (int64_t i = 0; i < count; ++i) {
-    if (i == 0 || pieces[i].peer != pieces[i - 1].peer) {
-      ++message;
-      offset_bytes = header;
-    }
-    hc_shape part = *shape;
-    part.sizes[dim] = pieces[i].end - pieces[i].begin;
-    const int64_t at = by_offset ? pieces[i].offset + origin : pieces[i].begin - origin;
-    AtenTensorHandle buffer = messages->items[message].buffer;
-    HC_TRY(hc_tensor_view_bytes(buffer, offset_bytes, &part, &wire, status));
-    if (add) {
-      HC_TRY(hc_tensor_add_at(tensor, shape, dim, at, part.sizes[dim], wire, status));
+/* ---- messages ---- */
+
+/* Goes through the pieces of a list of messages: where each lies on the wire, one after another in its message. The
+ * elements of a piece are in the order of the sender's memory format, which the message names, so that packing is
+ * copying rows; ranks may differ in it. */
+typedef struct walk {
+  const hc_shape *shape; /* of the tensor; its size in `dim` does not matter */
+  int64_t dim, header;
+  const hc_piece *pieces;
+  const hc_messages *messages;
+  int64_t message, offset_bytes;
+  bool channels_last;
+} walk;
+
+static walk walk_begin(const hc_shape *shape, int64_t dim, const hc_piece *pieces,
+                       const hc_messages *messages) {
+  return (walk){.shape = shape,
+                .dim = dim,
+                .header = hc_transport_header_bytes(shape),
+                .pieces = pieces,
+                .messages = messages,
+                .message = -1};
+}
+
+/* Piece i, which must be the first or follow the last one asked for. */
+static hc_code walk_to(walk *w, int64_t i, bool is_sent, hc_part *wire, hc_status *status) {
+  const hc_piece *piece = &w->pieces[i];
+  if (i == 0 || piece->peer != piece[-1].peer) {
+    const hc_message *message = &w->messages->items[++w->message];
+    w->offset_bytes = w->header;
+    if (is_sent) {
+      w->channels_last = hc_shape_is_channels_last(w->shape);
+      HC_TRY(hc_transport_set_mark(message, w->shape, &w->channels_last, status));
     } else {
-      HC_TRY(hc_tensor_narrow(tensor, shape, dim, at, part.sizes[dim], &place, status));
-      HC_TRY_TORCH(status, aoti_torch_copy_(wire, place, 1));
-      hc_tensor_free(&place);
+      HC_TRY(hc_transport_get_mark(message, w->shape, &w->channels_last, status));
     }
-    offset_bytes += payload_bytes(shape, dim, &pieces[i], 1);
-    hc_tensor_free(&wire);
   }
+  *wire = (hc_part){w->messages->items[w->message].buffer, w->offset_bytes, *w->shape};
+  wire->shape.sizes[w->dim] = piece->end - piece->begin;
+  hc_shape_set_strides(&wire->shape, w->channels_last);
+  w->offset_bytes += payload_bytes(w->shape, w->dim, piece, 1);
 done:
-  hc_tensor_free(&wire);
-  hc_tensor_free(&place);
+  return status->code;
+}
+
+/* Packs pieces of a tensor into the messages. A piece lies at its offset in the extent when `by_offset`, else at its
+ * coordinate minus `origin`. */
+static hc_code pack(const hc_part *tensor, int64_t dim, const hc_piece *pieces, int64_t count, bool by_offset,
+                    int64_t origin, const hc_messages *messages, hc_status *status) {
+  hc_moves moves;
+  hc_part wire;
+  walk w = walk_begin(&tensor->shape, dim, pieces, messages);
+  hc_moves_init(false, &moves);
+  for (int64_t i = 0; i < count && messages->count > 0; ++i) {
+    HC_TRY(walk_to(&w, i, true, &wire, status));
+    const int64_t at = by_offset ? pieces[i].offset : pieces[i].begin - origin;
+    const hc_part place = hc_part_narrow(tensor, dim, at, pieces[i].end - pieces[i].begin);
+    HC_TRY(hc_moves_push(&moves, &wire, &place, status));
+  }
+  HC_TRY(hc_moves_run(&moves, status));
+done:
   return status->code;
 }
 
@@ -111,8 +138,9 @@ hc_code hc_exchange_begin(AtenTensorHandle local, const hc_axis *axis, const hc_
         allocate(&exchange->shape, axis->dim, route->sends, route->nsends, false, &exchange->sends, status));
     HC_TRY(
         allocate(&exchange->shape, axis->dim, route->recvs, route->nrecvs, true, &exchange->recvs, status));
-    HC_TRY(move(local, &exchange->shape, axis->dim, route->sends, route->nsends, false, route->owned.begin,
-                &exchange->sends, false, status));
+    const hc_part shard = hc_part_of(local, &exchange->shape);
+    HC_TRY(pack(&shard, axis->dim, route->sends, route->nsends, false, route->owned.begin, &exchange->sends,
+                status));
     HC_TRY(
         hc_transport_post(axis->group, &exchange->sends, &exchange->recvs, op, &exchange->request, status));
   }
@@ -132,64 +160,50 @@ static hc_interval clip(const hc_route *route, const hc_piece *piece, hc_interva
 }
 
 static hc_code copy_kept(const hc_exchange *exchange, AtenTensorHandle local, hc_interval part,
-                         AtenTensorHandle target, const hc_shape *shape, int64_t at, hc_status *status) {
-  AtenTensorHandle kept = NULL;
+                         const hc_part *target, hc_moves *moves, hc_status *status) {
   const hc_route *route = &exchange->route;
   const int64_t dim = exchange->axis.dim;
+  const hc_part shard = hc_part_of(local, &exchange->shape);
   for (int64_t i = 0; i < route->nkeeps; ++i) {
     const hc_piece *keep = &route->keeps[i];
     const hc_interval both = clip(route, keep, part);
-    if (hc_length(both) > 0) {
+    const int64_t length = hc_length(both);
+    if (length > 0) {
       const int64_t skipped = both.begin - route->extent.begin - keep->offset;
-      HC_TRY(hc_tensor_narrow(local, &exchange->shape, dim, keep->begin + skipped - route->owned.begin,
-                              hc_length(both), &kept, status));
-      HC_TRY(
-          hc_tensor_copy_at(target, shape, dim, at + both.begin - part.begin, hc_length(both), kept, status));
-      hc_tensor_free(&kept);
+      const hc_part to = hc_part_narrow(target, dim, both.begin - part.begin, length);
+      const hc_part from = hc_part_narrow(&shard, dim, keep->begin + skipped - route->owned.begin, length);
+      HC_TRY(hc_moves_push(moves, &to, &from, status));
     }
   }
 done:
-  hc_tensor_free(&kept);
   return status->code;
 }
 
-static hc_code copy_received(const hc_exchange *exchange, hc_interval part, AtenTensorHandle target,
-                             const hc_shape *shape, int64_t at, hc_status *status) {
-  AtenTensorHandle wire = NULL, place = NULL;
+static hc_code copy_received(const hc_exchange *exchange, hc_interval part, const hc_part *target,
+                             hc_moves *moves, hc_status *status) {
   const hc_route *route = &exchange->route;
   const int64_t dim = exchange->axis.dim;
-  int64_t message = -1, offset_bytes = 0;
+  hc_part wire;
+  walk w = walk_begin(&exchange->shape, dim, route->recvs, &exchange->recvs);
   for (int64_t i = 0; i < route->nrecvs && exchange->recvs.count > 0; ++i) {
-    const hc_piece *piece = &route->recvs[i];
-    if (i == 0 || piece->peer != piece[-1].peer) {
-      ++message;
-      offset_bytes = hc_transport_header_bytes(&exchange->shape);
+    HC_TRY(walk_to(&w, i, false, &wire, status));
+    const hc_interval both = clip(route, &route->recvs[i], part);
+    const int64_t length = hc_length(both);
+    if (length > 0) {
+      const int64_t skipped = both.begin - route->extent.begin - route->recvs[i].offset;
+      const hc_part to = hc_part_narrow(target, dim, both.begin - part.begin, length);
+      const hc_part from = hc_part_narrow(&wire, dim, skipped, length);
+      HC_TRY(hc_moves_push(moves, &to, &from, status));
     }
-    const hc_interval both = clip(route, piece, part);
-    if (hc_length(both) > 0) {
-      hc_shape sent = exchange->shape;
-      sent.sizes[dim] = piece->end - piece->begin;
-      hc_shape_set_strides(&sent, false);
-      HC_TRY(hc_tensor_view_bytes(exchange->recvs.items[message].buffer, offset_bytes, &sent, &wire, status));
-      HC_TRY(hc_tensor_narrow(wire, &sent, dim, both.begin - route->extent.begin - piece->offset,
-                              hc_length(both), &place, status));
-      HC_TRY(hc_tensor_copy_at(target, shape, dim, at + both.begin - part.begin, hc_length(both), place,
-                               status));
-      hc_tensor_free(&wire);
-      hc_tensor_free(&place);
-    }
-    offset_bytes += payload_bytes(&exchange->shape, dim, piece, 1);
   }
 done:
-  hc_tensor_free(&wire);
-  hc_tensor_free(&place);
   return status->code;
 }
 
 hc_code hc_exchange_copy(const hc_exchange *exchange, AtenTensorHandle local, hc_interval part,
-                         AtenTensorHandle target, const hc_shape *shape, int64_t at, hc_status *status) {
-  HC_TRY(copy_kept(exchange, local, part, target, shape, at, status));
-  HC_TRY(copy_received(exchange, part, target, shape, at, status));
+                         const hc_part *target, hc_moves *moves, hc_status *status) {
+  HC_TRY(copy_kept(exchange, local, part, target, moves, status));
+  HC_TRY(copy_received(exchange, part, target, moves, status));
 done:
   return status->code;
 }
@@ -235,7 +249,12 @@ hc_code hc_exchange_finish(hc_exchange *exchange, AtenTensorHandle local, int64_
   hc_shape_set_strides(&extended, hc_shape_is_channels_last(&exchange->shape));
   HC_TRY(hc_tensor_empty(&extended, &buffer, status));
   HC_TRY(fill_outside(exchange, buffer, &extended, lead, fill, status));
-  HC_TRY(hc_exchange_copy(exchange, local, route->extent, buffer, &extended, lead, status));
+  hc_moves moves;
+  hc_moves_init(false, &moves);
+  const hc_part whole = hc_part_of(buffer, &extended);
+  const hc_part extent = hc_part_narrow(&whole, exchange->axis.dim, lead, hc_length(route->extent));
+  HC_TRY(hc_exchange_copy(exchange, local, route->extent, &extent, &moves, status));
+  HC_TRY(hc_moves_run(&moves, status));
   *out = buffer;
   buffer = NULL;
 done:
@@ -265,9 +284,80 @@ done:
 
 /* ---- reduce ---- */
 
-hc_code hc_halo_reduce(AtenTensorHandle grad, const hc_axis *axis, const hc_interval *extents, const char *op,
+/* Adds what was received to `shard`, a part with this rank's columns. */
+static hc_code add_received(const hc_exchange *exchange, const hc_part *shard, hc_status *status) {
+  const hc_route *route = &exchange->route;
+  const int64_t dim = exchange->axis.dim;
+  hc_part wire;
+  walk w = walk_begin(&exchange->shape, dim, route->sends, &exchange->recvs);
+  for (int64_t i = 0; i < route->nsends && exchange->recvs.count > 0; ++i) {
+    const hc_piece *piece = &route->sends[i];
+    HC_TRY(walk_to(&w, i, false, &wire, status));
+    const hc_part place =
+        hc_part_narrow(shard, dim, piece->begin - route->owned.begin, piece->end - piece->begin);
+    HC_TRY(hc_move(true, &place, &wire, status)); /* one by one: two ranks may give to one column */
+  }
+done:
+  return status->code;
+}
+
+/* Whether the gradient of the own columns lies in `grad` in one piece, in memory that can be moved together. */
+static bool can_compact(const hc_exchange *exchange) {
+  const hc_route *route = &exchange->route;
+  hc_shape dense = exchange->shape;
+  hc_shape_set_strides(&dense, hc_shape_is_channels_last(&exchange->shape));
+  return route->nkeeps == 1 && route->keeps[0].begin == route->owned.begin &&
+         route->keeps[0].end == route->owned.end && hc_shape_on_cpu(&dense) &&
+         memcmp(dense.strides, exchange->shape.strides, (size_t)dense.ndim * sizeof *dense.strides) == 0;
+}
+
+/* Moves the own columns to the front of grad's memory, and makes a dense tensor of them. Rows move towards the front,
+ * in order, so none is overwritten before it has moved. */
+static hc_code compact(const hc_exchange *exchange, AtenTensorHandle grad, const hc_shape *shard,
                        AtenTensorHandle *out, hc_status *status) {
-  AtenTensorHandle sum = NULL, kept = NULL;
+  const int64_t dim = exchange->axis.dim, stride = exchange->shape.strides[dim];
+  const int64_t size = (int64_t)aoti_torch_dtype_element_size(shard->dtype);
+  const int64_t row = shard->sizes[dim] * stride * size;
+  const int64_t extended_row = exchange->shape.sizes[dim] * stride * size;
+  const int64_t rows = row > 0 ? hc_shape_numel(shard) * size / row : 0;
+  void *data = NULL;
+  HC_TRY_TORCH(status, aoti_torch_get_data_ptr(grad, &data));
+  const char *from = (const char *)data + exchange->route.keeps[0].offset * stride * size;
+  for (int64_t i = 0; i < rows; ++i) {
+    memmove((char *)data + i * row, from + i * extended_row, (size_t)row);
+  }
+  HC_TRY_TORCH(status,
+               aoti_torch__reinterpret_tensor(grad, shard->ndim, shard->sizes, shard->strides, 0, out));
+done:
+  return status->code;
+}
+
+/* The own columns of `grad` in a tensor of their own, zero where `grad` has none. */
+static hc_code keep_own(const hc_exchange *exchange, AtenTensorHandle grad, const hc_shape *shard,
+                        AtenTensorHandle *out, hc_status *status) {
+  AtenTensorHandle sum = NULL;
+  const hc_route *route = &exchange->route;
+  const int64_t dim = exchange->axis.dim;
+  const hc_part extent = hc_part_of(grad, &exchange->shape);
+  HC_TRY(hc_tensor_zeros(shard, &sum, status));
+  for (int64_t i = 0; i < route->nkeeps; ++i) {
+    const hc_piece *keep = &route->keeps[i];
+    const int64_t length = keep->end - keep->begin;
+    const hc_part whole = hc_part_of(sum, shard);
+    const hc_part to = hc_part_narrow(&whole, dim, keep->begin - route->owned.begin, length);
+    const hc_part from = hc_part_narrow(&extent, dim, keep->offset, length);
+    HC_TRY(hc_move(true, &to, &from, status)); /* periodic: several images of one column */
+  }
+  *out = sum;
+  sum = NULL;
+done:
+  hc_tensor_free(&sum);
+  return status->code;
+}
+
+hc_code hc_halo_reduce(AtenTensorHandle grad, bool consume, const hc_axis *axis, const hc_interval *extents,
+                       const char *op, AtenTensorHandle *out, hc_status *status) {
+  AtenTensorHandle sum = NULL;
   hc_exchange exchange; /* the same route, travelled backwards: what was received is sent */
   memset(&exchange, 0, sizeof exchange);
   exchange.axis = *axis;
@@ -275,32 +365,28 @@ hc_code hc_halo_reduce(AtenTensorHandle grad, const hc_axis *axis, const hc_inte
   HC_TRY(hc_tensor_shape(grad, &exchange.shape, status));
   HC_TRY(check_length(&exchange.shape, axis, extents[axis->rank], "extent", status));
   HC_TRY(hc_route_build(axis->size, axis->world, axis->rank, extents, axis->periodic, route, status));
+  const hc_part extent = hc_part_of(grad, &exchange.shape);
   if (!route->silent) {
     HC_TRY(allocate(&exchange.shape, axis->dim, route->recvs, route->nrecvs, false, &exchange.sends, status));
     HC_TRY(allocate(&exchange.shape, axis->dim, route->sends, route->nsends, true, &exchange.recvs, status));
-    HC_TRY(move(grad, &exchange.shape, axis->dim, route->recvs, route->nrecvs, true, 0, &exchange.sends,
-                false, status));
+    HC_TRY(pack(&extent, axis->dim, route->recvs, route->nrecvs, true, 0, &exchange.sends, status));
     HC_TRY(hc_transport_post(axis->group, &exchange.sends, &exchange.recvs, op, &exchange.request, status));
   }
   hc_shape shard = exchange.shape;
   shard.sizes[axis->dim] = hc_length(route->owned);
   hc_shape_set_strides(&shard, hc_shape_is_channels_last(&exchange.shape));
-  HC_TRY(hc_tensor_zeros(&shard, &sum, status));
-  for (int64_t i = 0; i < route->nkeeps; ++i) {
-    const hc_piece *keep = &route->keeps[i];
-    const int64_t length = keep->end - keep->begin;
-    HC_TRY(hc_tensor_narrow(grad, &exchange.shape, axis->dim, keep->offset, length, &kept, status));
-    HC_TRY(hc_tensor_add_at(sum, &shard, axis->dim, keep->begin - route->owned.begin, length, kept, status));
-    hc_tensor_free(&kept);
+  if (consume && can_compact(&exchange)) {
+    HC_TRY(compact(&exchange, grad, &shard, &sum, status));
+  } else {
+    HC_TRY(keep_own(&exchange, grad, &shard, &sum, status));
   }
   HC_TRY(hc_transport_wait(&exchange.request, status));
-  HC_TRY(move(sum, &shard, axis->dim, route->sends, route->nsends, false, route->owned.begin, &exchange.recvs,
-              true, status));
+  const hc_part whole = hc_part_of(sum, &shard);
+  HC_TRY(add_received(&exchange, &whole, status));
   *out = sum;
   sum = NULL;
 done:
   hc_tensor_free(&sum);
-  hc_tensor_free(&kept);
   hc_exchange_drop(&exchange);
   return status->code;
 }

@@ -12,8 +12,8 @@
 #ifndef HC_HALO_H
 #define HC_HALO_H
 
+#include "moves.h"
 #include "plan.h"
-#include "tensor.h"
 #include "transport.h"
 
 /* One dimension of a tensor as it lies on a group. world 1: nothing is sent, `group` may be NULL. */
@@ -41,19 +41,20 @@ hc_code hc_exchange_finish(hc_exchange *exchange, AtenTensorHandle local, int64_
                            AtenTensorHandle *out, hc_status *status);
 /* The other way to finish: returns when everything has been received, and gives out nothing. */
 hc_code hc_exchange_wait(hc_exchange *exchange, hc_status *status);
-/* After hc_exchange_wait: writes what the extent has in `part` into `target` from column `at` of axis.dim on, whether
- * kept from `local` or received. `part` counts as the extent does, and may be more than the extent; columns of it that
- * nobody holds are left as they are in `target`. `shape` is that of `target`: as `local`, but for axis.dim. */
+/* After hc_exchange_wait: adds the moves that write what the extent has in `part` into `target`, whether kept from
+ * `local` or received. `part` counts as the extent does, and may be more than the extent; columns of it that nobody
+ * holds are left as they are in `target`, which has the length of `part` in axis.dim. */
 hc_code hc_exchange_copy(const hc_exchange *exchange, AtenTensorHandle local, hc_interval part,
-                         AtenTensorHandle target, const hc_shape *shape, int64_t at, hc_status *status);
+                         const hc_part *target, hc_moves *moves, hc_status *status);
 /* Frees what an exchange holds; for a finished, failed or zeroed one. Waits for what is still in flight. */
 void hc_exchange_drop(hc_exchange *exchange);
 
 /* begin and finish in one. */
 hc_code hc_halo_exchange(AtenTensorHandle local, const hc_axis *axis, const hc_interval *extents,
                          int64_t lead, double fill, const char *op, AtenTensorHandle *out, hc_status *status);
-/* `grad` covers extents[axis->rank]. */
-hc_code hc_halo_reduce(AtenTensorHandle grad, const hc_axis *axis, const hc_interval *extents, const char *op,
-                       AtenTensorHandle *out, hc_status *status);
+/* `grad` covers extents[axis->rank]. consume: its memory may be overwritten, and `out` may be in it; two buffers of the
+ * activation's size would otherwise be alive at once. */
+hc_code hc_halo_reduce(AtenTensorHandle grad, bool consume, const hc_axis *axis, const hc_interval *extents,
+                       const char *op, AtenTensorHandle *out, hc_status *status);
 
 #endif

@@ -29,6 +29,7 @@
 static const char *const SCHEMAS[] = {
     "halo_exchange(Tensor input, " WINDOW_ARGUMENTS ", float fill, " PLACE_ARGUMENTS ") -> Tensor",
     "halo_reduce(Tensor grad, " WINDOW_ARGUMENTS ", " PLACE_ARGUMENTS ") -> Tensor",
+    "halo_reduce_(Tensor(a!) grad, " WINDOW_ARGUMENTS ", " PLACE_ARGUMENTS ") -> Tensor(a)",
     "exchange(Tensor input, " EXTENT_ARGUMENTS ", float fill, " PLACE_ARGUMENTS ") -> Tensor",
     "exchange_reduce(Tensor grad, " EXTENT_ARGUMENTS ", " PLACE_ARGUMENTS ") -> Tensor",
     "all_reduce(Tensor input, str reduction, " PLACE_ARGUMENTS ") -> Tensor",
@@ -181,17 +182,27 @@ done:
   finish_halo_call(stack, 3, 9, &call, out, "halo_exchange", &status);
 }
 
-static void halo_reduce_kernel(StableIValue *stack, uint64_t nargs, uint64_t nouts) {
+static void halo_reduce_of(StableIValue *stack, bool consume, const char *name) {
   hc_status status = {HC_OK, ""};
   halo_call call = NO_CALL;
   AtenTensorHandle out = NULL;
-  (void)nargs, (void)nouts;
   HC_TRY(read_place(&stack[6], &call, &status));
   HC_TRY(read_window(&stack[1], &call, &status));
-  HC_TRY(
-      hc_halo_reduce(hc_stable_to_tensor(stack[0]), &call.axis, call.extents, "halo_reduce", &out, &status));
+  HC_TRY(hc_halo_reduce(hc_stable_to_tensor(stack[0]), consume, &call.axis, call.extents, "halo_reduce", &out,
+                        &status));
 done:
-  finish_halo_call(stack, 3, 8, &call, out, "halo_reduce", &status);
+  finish_halo_call(stack, 3, 8, &call, out, name, &status);
+}
+
+static void halo_reduce_kernel(StableIValue *stack, uint64_t nargs, uint64_t nouts) {
+  (void)nargs, (void)nouts;
+  halo_reduce_of(stack, false, "halo_reduce");
+}
+
+/* The result may lie in the argument's memory, which is overwritten. */
+static void halo_reduce_in_place_kernel(StableIValue *stack, uint64_t nargs, uint64_t nouts) {
+  (void)nargs, (void)nouts;
+  halo_reduce_of(stack, true, "halo_reduce_");
 }
 
 static void exchange_kernel(StableIValue *stack, uint64_t nargs, uint64_t nouts) {
@@ -215,8 +226,8 @@ static void exchange_reduce_kernel(StableIValue *stack, uint64_t nargs, uint64_t
   (void)nargs, (void)nouts;
   HC_TRY(read_place(&stack[5], &call, &status));
   HC_TRY(read_extents(&stack[1], &call, &status));
-  HC_TRY(hc_halo_reduce(hc_stable_to_tensor(stack[0]), &call.axis, call.extents, "exchange_reduce", &out,
-                        &status));
+  HC_TRY(hc_halo_reduce(hc_stable_to_tensor(stack[0]), false, &call.axis, call.extents, "exchange_reduce",
+                        &out, &status));
 done:
   finish_halo_call(stack, 3, 7, &call, out, "exchange_reduce", &status);
 }
@@ -449,13 +460,10 @@ static hc_code register_for(const char *dispatch_key, hc_status *status) {
     const char *name;
     boxed_kernel kernel;
   } kernels[] = {
-      {"halo_exchange", halo_exchange_kernel},
-      {"halo_reduce", halo_reduce_kernel},
-      {"exchange", exchange_kernel},
-      {"exchange_reduce", exchange_reduce_kernel},
-      {"all_reduce", all_reduce_kernel},
-      {"convolution", convolution_kernel},
-      {"convolution_backward", convolution_backward_kernel},
+      {"halo_exchange", halo_exchange_kernel},       {"halo_reduce", halo_reduce_kernel},
+      {"halo_reduce_", halo_reduce_in_place_kernel}, {"exchange", exchange_kernel},
+      {"exchange_reduce", exchange_reduce_kernel},   {"all_reduce", all_reduce_kernel},
+      {"convolution", convolution_kernel},           {"convolution_backward", convolution_backward_kernel},
   };
   TorchLibraryHandle library = NULL; /* never freed: its registrations live as long as the process */
   HC_TRY_TORCH(status, aoti_torch_library_init_impl("haloconv", dispatch_key, __FILE__, __LINE__, &library));

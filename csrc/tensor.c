@@ -130,16 +130,6 @@ done:
   return status->code;
 }
 
-hc_code hc_tensor_view_bytes(AtenTensorHandle bytes, int64_t offset_bytes, const hc_shape *shape,
-                             AtenTensorHandle *out, hc_status *status) {
-  hc_shape dense = *shape;
-  hc_shape_set_strides(&dense, false);
-  HC_TRY_TORCH(status, aoti_torch__alloc_from_pool(bytes, offset_bytes, dense.dtype, dense.ndim, dense.sizes,
-                                                   dense.strides, out));
-done:
-  return status->code;
-}
-
 hc_code hc_tensor_narrow(AtenTensorHandle tensor, const hc_shape *shape, int64_t dim, int64_t begin,
                          int64_t length, AtenTensorHandle *out, hc_status *status) {
   hc_shape part = *shape;
@@ -153,29 +143,6 @@ done:
 hc_code hc_tensor_share(AtenTensorHandle tensor, AtenTensorHandle *out, hc_status *status) {
   HC_TRY_TORCH(status, aoti_torch_new_tensor_handle(tensor, out));
 done:
-  return status->code;
-}
-
-hc_code hc_tensor_copy_at(AtenTensorHandle target, const hc_shape *shape, int64_t dim, int64_t begin,
-                          int64_t length, AtenTensorHandle source, hc_status *status) {
-  AtenTensorHandle part = NULL;
-  HC_TRY(hc_tensor_narrow(target, shape, dim, begin, length, &part, status));
-  HC_TRY_TORCH(status, aoti_torch_copy_(part, source, 1));
-done:
-  hc_tensor_free(&part);
-  return status->code;
-}
-
-hc_code hc_tensor_add_at(AtenTensorHandle target, const hc_shape *shape, int64_t dim, int64_t begin,
-                         int64_t length, AtenTensorHandle source, hc_status *status) {
-  AtenTensorHandle part = NULL, sum = NULL;
-  HC_TRY(hc_tensor_narrow(target, shape, dim, begin, length, &part, status));
-  /* The stable ABI has no in-place add that takes no Scalar; a - (-1) b is the one that exists. */
-  HC_TRY_TORCH(status, aoti_torch_aten_subtract_Tensor(part, source, -1.0, &sum));
-  HC_TRY_TORCH(status, aoti_torch_copy_(part, sum, 1));
-done:
-  hc_tensor_free(&part);
-  hc_tensor_free(&sum);
   return status->code;
 }
 

@@ -35,20 +35,11 @@ hc_code hc_tensor_empty(const hc_shape *shape, AtenTensorHandle *out, hc_status 
 hc_code hc_tensor_zeros(const hc_shape *shape, AtenTensorHandle *out, hc_status *status);
 /* Uninitialised bytes on the device of `like`. */
 hc_code hc_tensor_bytes(int64_t nbytes, const hc_shape *like, AtenTensorHandle *out, hc_status *status);
-/* A contiguous view of `bytes` from `offset_bytes` on, with the sizes and the dtype of `shape`. */
-hc_code hc_tensor_view_bytes(AtenTensorHandle bytes, int64_t offset_bytes, const hc_shape *shape,
-                             AtenTensorHandle *out, hc_status *status);
 /* A view of [begin, begin + length) of `dim`. */
 hc_code hc_tensor_narrow(AtenTensorHandle tensor, const hc_shape *shape, int64_t dim, int64_t begin,
                          int64_t length, AtenTensorHandle *out, hc_status *status);
 /* Another reference to the same tensor. */
 hc_code hc_tensor_share(AtenTensorHandle tensor, AtenTensorHandle *out, hc_status *status);
-/* Adds `source` to [begin, begin + length) of `dim` of `target`, in place. */
-hc_code hc_tensor_add_at(AtenTensorHandle target, const hc_shape *shape, int64_t dim, int64_t begin,
-                         int64_t length, AtenTensorHandle source, hc_status *status);
-/* Copies `source` into [begin, begin + length) of `dim` of `target`. */
-hc_code hc_tensor_copy_at(AtenTensorHandle target, const hc_shape *shape, int64_t dim, int64_t begin,
-                          int64_t length, AtenTensorHandle source, hc_status *status);
 /* Replaces *tensor by a copy in the asked memory format, if its strides say another one. */
 hc_code hc_tensor_make_format(AtenTensorHandle *tensor, bool channels_last, hc_status *status);
 /* Replaces *tensor by a copy if it is `other` itself: an op must not return its argument. */

@@ -48,9 +48,17 @@ int32_t aoti_torch_aten_fill__Scalar(AtenTensorHandle self, double value);
 int32_t aoti_torch_aten_subtract_Tensor(AtenTensorHandle self, AtenTensorHandle other, double alpha,
                                         AtenTensorHandle *out);
 
+/* Runs `function` on parts of [begin, end) of at least `grain` on torch's threads; returns when all are done. */
+int32_t torch_parallel_for(int64_t begin, int64_t end, int64_t grain,
+                           void (*function)(int64_t begin, int64_t end, void *context), void *context);
+
 /* Numbers for dtypes and devices */
 size_t aoti_torch_dtype_element_size(int32_t dtype);
 int32_t aoti_torch_dtype_uint8(void);
+int32_t aoti_torch_dtype_float64(void);
+int32_t aoti_torch_dtype_float32(void);
+int32_t aoti_torch_dtype_float16(void);
+int32_t aoti_torch_dtype_bfloat16(void);
 int32_t aoti_torch_device_type_cpu(void);
 int32_t aoti_torch_device_type_cuda(void);
 

@@ -7,7 +7,8 @@
  * itself (that costs no message): the sequence number is how a message that is out of step, or one that reports
  * an error of its sender, is told from the one that is expected.
  *
- * On the CPU each buffer starts with HC_HEADER_BYTES that belong to the transport, and travels in chunks, each received
+ * On the CPU each buffer starts with HC_HEADER_BYTES that belong to the transport: number, length, the sender's mark, and
+ * eight bytes that keep the payload aligned. It travels in chunks, each received
  * into room for a whole one: gloo ends the process when a message is larger than the buffer that waits for it, while
  * a header that says so can be answered with an error.
  *
@@ -19,7 +20,7 @@
 #include "status.h"
 #include "tensor.h"
 
-enum { HC_HEADER_BYTES = 16, HC_CHUNK_BYTES = 1 << 20 };
+enum { HC_HEADER_BYTES = 32, HC_CHUNK_BYTES = 1 << 20 };
 
 typedef struct hc_message {
   int64_t peer;
@@ -46,6 +47,11 @@ int64_t hc_transport_header_bytes(const hc_shape *shape);
 /* A buffer for one message, its header included, on the device of `like`. */
 hc_code hc_transport_buffer(int64_t payload_bytes, bool receives, const hc_shape *like, AtenTensorHandle *out,
                             hc_status *status);
+
+/* One bit from the sender to the receiver, in the header; where there is none it is false, and setting it says so. To be
+ * read after the wait. */
+hc_code hc_transport_set_mark(const hc_message *message, const hc_shape *like, bool *mark, hc_status *status);
+hc_code hc_transport_get_mark(const hc_message *message, const hc_shape *like, bool *mark, hc_status *status);
 
 /* Starts the exchange, receives before sends. `op` names the operation, for the statistics. The transport keeps its
  * own references to the buffers until it is through with them. */

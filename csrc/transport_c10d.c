@@ -45,6 +45,40 @@ done:
   return status->code;
 }
 
+/* Where the mark is, NULL without a header. */
+static hc_code find_mark(const hc_message *message, const hc_shape *like, int64_t **mark, hc_status *status) {
+  void *header = NULL;
+  *mark = NULL;
+  if (hc_transport_header_bytes(like) > 0) {
+    HC_TRY_TORCH(status, aoti_torch_get_data_ptr(message->buffer, &header));
+    *mark = (int64_t *)header + 2;
+  }
+done:
+  return status->code;
+}
+
+hc_code hc_transport_set_mark(const hc_message *message, const hc_shape *like, bool *mark,
+                              hc_status *status) {
+  int64_t *place = NULL;
+  HC_TRY(find_mark(message, like, &place, status));
+  if (place == NULL) {
+    *mark = false;
+  } else {
+    *place = *mark;
+  }
+done:
+  return status->code;
+}
+
+hc_code hc_transport_get_mark(const hc_message *message, const hc_shape *like, bool *mark,
+                              hc_status *status) {
+  int64_t *place = NULL;
+  HC_TRY(find_mark(message, like, &place, status));
+  *mark = place != NULL && *place != 0;
+done:
+  return status->code;
+}
+
 /* The buffers as Tensor[] and the peers as int[]. */
 static hc_code box(const hc_messages *messages, StableIValue *buffers, StableIValue *peers,
                    hc_status *status) {

@@ -32,7 +32,7 @@ from torch.distributed.distributed_c10d import _get_default_store, _resolve_proc
 
 from ._check import on_rank
 
-HEADER_BYTES, CHUNK_BYTES = 16, 1 << 20  # HC_HEADER_BYTES and HC_CHUNK_BYTES in csrc/transport.h
+HEADER_BYTES, CHUNK_BYTES = 32, 1 << 20  # HC_HEADER_BYTES and HC_CHUNK_BYTES in csrc/transport.h
 _REPORT = -1  # in place of an exchange's number
 _FIRST_TAG = 0x48430000  # keeps haloconv's messages apart from a user's own send and recv on the same group
 _MAX_REPORTS = 16  # per peer

@@ -168,13 +168,18 @@ def _to_extended(pool, indices, local):
 _WRITES_ANY_FORMAT = (aten.max_pool2d_with_indices_backward.default, aten.avg_pool2d_backward.default)
 
 
-def _gradient(op, grad, shape, local, *rest):
+def _gradient(op, grad, shape, local, *rest, per_output=None):
     """The gradient of an input of this shape. Of the input itself ATen's backward reads the sizes and the format only:
-    so the result stands in for it, where ATen writes into one of any format."""
+    so the result stands in for it, where ATen writes into one of any format. `per_output` makes the last argument for
+    some of the outputs: then only for a quarter of the batch at a time, since it is as large as an activation."""
     out = _empty_like_format(local, shape)
     if op not in _WRITES_ANY_FORMAT or torch._guards.detect_fake_mode(local) is not None:
-        return op(grad, out, *rest)
-    return op.overloadpacket.grad_input(grad, out, *rest, grad_input=out)
+        return op(grad, out, *rest, *([per_output(slice(None))] if per_output else []))
+    step = max(1, -(-len(out) // 4)) if per_output else max(1, len(out))
+    for part in (slice(begin, begin + step) for begin in range(0, len(out), step)):
+        arguments = (*rest, *([per_output(part)] if per_output else []))
+        op.overloadpacket.grad_input(grad[part], out[part], *arguments, grad_input=out[part])
+    return out
 
 
 def _extended_box(pool, local):
@@ -230,7 +235,14 @@ def _max_pool_backward(op, args, kwargs):
         extended = local.new_zeros(shape)
     else:
         numbers = (pool.kernel, pool.stride, pool.local_padding(), pool.dilation, pool.ceil_mode)
-        extended = _gradient(op, grad, shape, local, *numbers, _to_extended(pool, indices, local))
+        extended = _gradient(
+            op,
+            grad,
+            shape,
+            local,
+            *numbers,
+            per_output=lambda part: _to_extended(pool, indices[part], local),
+        )
     return wrap_as(pool.give_back(extended), x.device_mesh, x.placements, x.shape)
 
 

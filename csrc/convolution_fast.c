@@ -268,6 +268,7 @@ hc_code hc_fast_forward(const hc_layout *layout, const hc_fast *fast, const hc_c
   HC_TRY(hc_exchange_wait(&exchange, status));
   if (fast->nstrips > 0) {
     HC_TRY(exchanged_strips(&exchange, input, fast->nstrips, columns, &strips, status));
+    hc_exchange_drop(&exchange); /* its buffers, before those of the convolution */
     HC_TRY(hc_tensor_convolution(strips, weight, bias, &bare, &mended, status));
     HC_TRY(bring_home(mended, fast->nstrips, fast->outputs, tensor_dim, dim->out_own, false, result, status));
     ++counts[HC_COUNT_FORWARD_STRIPS];
@@ -297,7 +298,7 @@ done:
 
 /* Adds the pairs of own input columns and other ranks' output columns to the gradients that are not NULL. */
 static hc_code add_strips(const hc_layout *layout, const hc_fast *fast, const hc_conv_params *bare,
-                          const hc_exchange *exchange, AtenTensorHandle grad_output, AtenTensorHandle input,
+                          hc_exchange *exchange, AtenTensorHandle grad_output, AtenTensorHandle input,
                           AtenTensorHandle weight, AtenTensorHandle *grad_input,
                           AtenTensorHandle *grad_weight, hc_status *status) {
   AtenTensorHandle grad_strips = NULL, input_strips = NULL, of_input = NULL, of_weight = NULL;
@@ -306,6 +307,7 @@ static hc_code add_strips(const hc_layout *layout, const hc_fast *fast, const hc
   hc_interval columns[2];
   strips_read(fast, &dim->window, columns);
   HC_TRY(exchanged_strips(exchange, grad_output, fast->nstrips, fast->outputs, &grad_strips, status));
+  hc_exchange_drop(exchange); /* its buffers, before those of the convolution */
   HC_TRY(own_strips(input, dim->in_own, tensor_dim, fast->nstrips, columns, &input_strips, status));
   HC_TRY(hc_tensor_convolution_backward(grad_strips, input_strips, weight, bare, *grad_input != NULL,
                                         *grad_weight != NULL, &of_input, &of_weight, status));

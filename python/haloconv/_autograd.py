@@ -21,9 +21,8 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output):
         x, weight = ctx.saved_tensors
-        return *_ConvolutionBackward.apply(
-            grad_output, x, weight, ctx.window, *ctx.needs_input_grad[:3]
-        ), None
+        differentiate = _ConvolutionBackward.apply if torch.is_grad_enabled() else _convolution.backward
+        return *differentiate(grad_output, x, weight, ctx.window, *ctx.needs_input_grad[:3]), None
 
 
 class _ConvolutionBackward(torch.autograd.Function):
@@ -42,6 +41,8 @@ class _ConvolutionBackward(torch.autograd.Function):
         def differentiate(grad_output, x, weight, need_x, need_weight):
             return _ConvolutionBackward.apply(grad_output, x, weight, ctx.window, need_x, need_weight, False)
 
+        *of_tensors, of_bias = cotangents
+        cotangents = *of_tensors, _as_dtensor(of_bias, ctx.saved_tensors[0].device_mesh)
         grads = _ops.double_backward(
             convolve, differentiate, *ctx.saved_tensors, cotangents, ctx.needs_input_grad
         )
@@ -72,10 +73,10 @@ def _autocast(x, *others):
 def convolution(x, weight, bias, window):
     """Differentiable sharded convolution of the DTensor `x`; weight and bias plain or DTensors, bias may be None."""
     x, weight, bias = _autocast(x, weight, bias)
-    weight, bias = _as_dtensor(weight, x.device_mesh), _as_dtensor(bias, x.device_mesh)
-    if not torch.compiler.is_compiling():
-        return _Convolution.apply(x, weight, bias, window)
-    return _traceable_convolution(x, weight, bias, window)
+    compiling = torch.compiler.is_compiling()
+    if compiling or (bias is not None and isinstance(weight, DTensor) != isinstance(bias, DTensor)):
+        weight, bias = _as_dtensor(weight, x.device_mesh), _as_dtensor(bias, x.device_mesh)
+    return (_traceable_convolution if compiling else _Convolution.apply)(x, weight, bias, window)
 
 
 def _traceable_convolution(x, weight, bias, window):

@@ -20,7 +20,18 @@ import torch
 
 from . import _C, _ops, _transport
 from ._check import on_rank
-from ._dtensor import DTensor, Partial, Replicate, Shard, is_exactly_shard, local_of, wrap, wrap_like
+from ._dtensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    is_exactly_shard,
+    local_of,
+    spec_of,
+    strides_of,
+    wrap,
+    wrap_spec,
+)
 from ._mesh import check_mesh, group_name
 
 
@@ -244,7 +255,7 @@ def op_arguments(window, layout, x_shape):
 
 
 def _redistribute(dtensor, placements):
-    if tuple(dtensor.placements) == tuple(placements):
+    if dtensor.placements == placements:
         return dtensor
     return dtensor.redistribute(placements=placements)
 
@@ -292,57 +303,135 @@ def _sends_nothing(x_shape, weight_shape, window, index, world):
     return not any(rank[5] for rank in plan[1])
 
 
-def _prepare(x, weight, bias, window):
-    """Checks everything and brings the tensors to where the layout wants them."""
+class _Call(typing.NamedTuple):
+    """All that a convolution of tensors of given specs needs beside the tensors: worked out once."""
+
+    mesh: object  # held, since the cache knows it by its id
+    x: tuple  # placements that x is redistributed to
+    layout: Layout
+    arguments: tuple
+    out_spec: object
+    x_spec: object  # of the input's gradient
+    weight_spec: object  # of the weight's gradient
+    bias_spec: object  # of the bias's gradient
+
+
+# The ops' own autograd formulas are Python, and take as long as the op where nobody asks for a gradient.
+_below_autograd = torch._C._AutoDispatchBelowAutograd
+
+_calls = {}
+_MOST_CALLS = 4096
+
+
+def _checked_call(x, weight, bias, window):
+    """Checks everything."""
+    mesh = x.device_mesh
     with _transport.reporting(lambda: _waiting_groups(x, weight, window)):
         if torch._guards.detect_fake_mode(local_of(x)) is None:
-            check_mesh(x.device_mesh)
+            check_mesh(mesh)
         check_window(window, x.shape, weight.shape)
         check_tensors(x, weight, bias, _out_channels(weight.shape, window))
-        placements = usable(x.placements, x.device_mesh, window, x.dim())
-        layout = layout_of(x.device_mesh, placements, weight.placements, window, x.shape)
+        placements = usable(x.placements, mesh, window, x.dim())
+        layout = layout_of(mesh, placements, weight.placements, window, x.shape)
         for placement in weight.placements:
             if isinstance(placement, Shard) and placement.dim >= 2:
                 raise ValueError(
                     f"weight has placements {weight.placements}, expected none that shards a kernel dim (is this a "
                     f"double backward through the rules? use haloconv.nn's layers for that){on_rank()}"
                 )
-    weight = _redistribute(weight, layout.weight)
-    bias = None if bias is None else _redistribute(bias, layout.weight)
-    return _redistribute(x, placements), weight, bias, layout
+    shape = global_out_shape(x.shape, weight.shape, window)
+    strides = strides_of(shape, _ops.is_channels_last(x))
+    return _Call(
+        mesh,
+        tuple(placements),
+        layout,
+        op_arguments(window, layout, x.shape),
+        spec_of(mesh, layout.out, shape, strides, x.dtype),
+        spec_of(mesh, layout.grad_input, x.shape, x.stride(), x.dtype),
+        spec_of(mesh, layout.grad_weight, weight.shape, weight.stride(), x.dtype),
+        spec_of(mesh, layout.grad_weight, shape[1:2], (1,), x.dtype),
+    )
+
+
+def _key_of(tensor):
+    """What a call depends on of one tensor, a DTensor or a plain one."""
+    if tensor is None:
+        return None
+    if isinstance(tensor, DTensor):
+        spec = tensor._spec
+        return id(spec.mesh), spec.placements, spec.tensor_meta, local_of(tensor).device
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _call_of(x, weight, bias, window):
+    """The `_Call` for these arguments, from the cache where such were there before."""
+    key = None
+    if type(local_of(x)) is torch.Tensor:  # else it is being traced: sizes may be symbols
+        key = (_key_of(x), _key_of(weight), _key_of(bias), window)
+        call = _calls.get(key)
+        if call is not None:
+            return call
+    mesh = x.device_mesh
+    call = _checked_call(
+        x, replicated(weight, mesh), None if bias is None else replicated(bias, mesh), window
+    )
+    if key is not None:
+        if len(_calls) >= _MOST_CALLS:
+            _calls.clear()
+        _calls[key] = call
+    return call
+
+
+def _local_parameter(tensor, call):
+    """A weight or bias, a DTensor or a plain one, as the layout wants it."""
+    if not isinstance(tensor, DTensor):
+        if all(placement.is_replicate() for placement in call.layout.weight):
+            return tensor
+        tensor = replicated(tensor, call.mesh)
+    return local_of(_redistribute(tensor, call.layout.weight))
+
+
+def _gradient(local, spec, parameter):
+    """The gradient of a weight or bias: a DTensor if that is one, else plain and summed over the ranks."""
+    if isinstance(parameter, DTensor):
+        return wrap_spec(local, spec)
+    if spec.mesh.size() == 1:
+        return local
+    return local_of(wrap_spec(local, spec).redistribute(placements=[Replicate()] * spec.mesh.ndim))
 
 
 def forward(x, weight, bias, window):
-    """The output DTensor. All tensors are DTensors on one mesh; bias may be None."""
-    x, weight, bias, layout = _prepare(x, weight, bias, window)
-    local = _ops.ops.convolution(
-        local_of(x),
-        local_of(weight),
-        [] if bias is None else [local_of(bias)],
-        *op_arguments(window, layout, x.shape),
+    """The output DTensor. x is a DTensor; weight and bias are DTensors on its mesh or plain; bias may be None."""
+    call = _call_of(x, weight, bias, window)
+    arguments = (
+        local_of(_redistribute(x, call.x)),
+        _local_parameter(weight, call),
+        [] if bias is None else [_local_parameter(bias, call)],
+        *call.arguments,
     )
-    shape = global_out_shape(x.shape, weight.shape, window)
-    return wrap(local, x.device_mesh, layout.out, shape, _ops.is_channels_last(x))
+    with _below_autograd():
+        local = _ops.ops.convolution.default(*arguments)
+    return wrap_spec(local, call.out_spec)
 
 
 def backward(grad_output, x, weight, window, need_input, need_weight, need_bias):
-    """The gradients of input, weight and bias as DTensors, None where not needed."""
-    x, weight, _, layout = _prepare(x, weight, None, window)
-    grad_output = _redistribute(grad_output, layout.out)
-    local = _ops.ops.convolution_backward(
-        local_of(grad_output),
-        local_of(x),
-        local_of(weight),
-        *op_arguments(window, layout, x.shape),
+    """The gradients of input, weight and bias, None where not needed; the last two are of the weight's kind."""
+    call = _call_of(x, weight, None, window)
+    arguments = (
+        local_of(_redistribute(grad_output, call.layout.out)),
+        local_of(_redistribute(x, call.x)),
+        _local_parameter(weight, call),
+        *call.arguments,
         need_input,
         need_weight,
         need_bias,
     )
-    bias_shape = grad_output.shape[1:2]
+    with _below_autograd():
+        local = _ops.ops.convolution_backward.default(*arguments)
     return (
-        wrap_like(local[0], x, layout.grad_input) if need_input else None,
-        wrap_like(local[1], weight, layout.grad_weight) if need_weight else None,
-        wrap(local[2], x.device_mesh, layout.grad_weight, bias_shape) if need_bias else None,
+        wrap_spec(local[0], call.x_spec) if need_input else None,
+        _gradient(local[1], call.weight_spec, weight) if need_weight else None,
+        _gradient(local[2], call.bias_spec, weight) if need_bias else None,
     )
 
 

@@ -144,10 +144,21 @@ def wrap(local, mesh, placements, shape, channels_last=False):
     return wrap_strided(local, mesh, placements, shape, strides_of(shape, channels_last))
 
 
+def spec_of(mesh, placements, shape, stride, dtype):
+    """What `wrap_spec` takes; may be used many times."""
+    return DTensorSpec(
+        mesh, tuple(placements), tensor_meta=TensorMeta(torch.Size(shape), tuple(stride), dtype)
+    )
+
+
+def wrap_spec(local, spec):
+    """A DTensor around `local`, below autograd, without communication or checks."""
+    return DTensor(local, spec, requires_grad=False)
+
+
 def wrap_strided(local, mesh, placements, shape, stride):
     """`wrap` with the global stride as it is."""
-    meta = TensorMeta(torch.Size(shape), tuple(stride), local.dtype)
-    return DTensor(local, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)
+    return wrap_spec(local, spec_of(mesh, placements, shape, stride, local.dtype))
 
 
 def wrap_like(local, dtensor, placements=None):

@@ -52,7 +52,10 @@ def agree(mesh):
         rank, world = mesh.get_coordinate()[mesh_dim], mesh.size(mesh_dim)
         seed = _first_ranks(seed, rank, world, group_name(mesh, mesh_dim))
     _agreed.append(states)
-    torch.manual_seed(seed)
+    # Not torch.manual_seed: it seeds devices of every kind, and formats a traceback for each that has not started.
+    torch.default_generator.manual_seed(seed)
+    if mesh.device_type == "cuda":
+        torch.cuda.manual_seed(seed)
 
 
 def disagree():

@@ -1,5 +1,7 @@
 """Conv1d/2d/3d and ConvTranspose1d/2d/3d for DTensors."""
 
+import functools
+
 import torch
 import torch.nn.functional as F
 
@@ -8,6 +10,13 @@ from .._check import on_rank
 from .._convolution import Window, pairs
 from .._dtensor import DTensor
 from .._rules import layer_rules
+
+
+@functools.lru_cache(maxsize=1024)
+def _window_of(stride, last_first, dilation, output_padding, groups, circular):
+    padding = tuple(side for at in range(len(last_first) - 2, -1, -2) for side in last_first[at : at + 2])
+    periodic = tuple(circular and any(padding[at : at + 2]) for at in range(0, len(padding), 2))
+    return Window(tuple(stride), padding, tuple(dilation), False, tuple(output_padding), groups, periodic)
 
 
 class _ShardedConvolution:
@@ -30,16 +39,17 @@ class _ShardedConvolution:
         """The numbers of a convolution of `input`; with reflect or replicate padding it comes back padded."""
         # torch keeps the padding, with 'same' and 'valid' resolved, as F.pad wants it: last dim first.
         last_first = self._reversed_padding_repeated_twice
-        padding = [side for at in range(len(last_first) - 2, -1, -2) for side in last_first[at : at + 2]]
-        periodic = (False,) * len(self.kernel_size)
-        if self.padding_mode == "circular":
-            periodic = tuple(any(padding[at : at + 2]) for at in range(0, len(padding), 2))
-        elif self.padding_mode != "zeros":
+        if self.padding_mode not in ("zeros", "circular"):
             with layer_rules():
                 input = F.pad(input, last_first, mode=self.padding_mode)
-            padding = [0] * len(padding)
-        return input, Window(
-            self.stride, tuple(padding), self.dilation, False, self.output_padding, self.groups, periodic
+            last_first = [0] * len(last_first)
+        return input, _window_of(
+            self.stride,
+            tuple(last_first),
+            self.dilation,
+            self.output_padding,
+            self.groups,
+            self.padding_mode == "circular",
         )
 
 

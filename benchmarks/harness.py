@@ -10,8 +10,8 @@
     bench.finish(["name", "ranks", "step_ms"], plot=draw)     # table, JSON, plot: on rank 0 alone
 
 The JSON of every benchmark is ``{"benchmark", "date", "command", "versions", "machine", "rows"}``. Each row has every
-key of `COLUMNS`, null where the benchmark has nothing to say, then the benchmark's own columns. benchmarks/README.md has
-the formula of each.
+key of `COLUMNS`, null where the benchmark has nothing to say, then the benchmark's own columns. benchmarks/README.md
+has the formula of each.
 
 Under torchrun every rank runs the script; `rank()` and `world()` are torchrun's, and printing and writing happen on
 rank 0. Started as a plain Python script it is one rank.

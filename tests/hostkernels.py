@@ -1,7 +1,7 @@
 """The kernels of cuda/ as a library for the host, by ctypes: what cuda/blocks_host.c exports.
 
-It is compiled where it is asked for, into a folder that goes with the process. Under `make sanitize` it is compiled with
-the sanitizers.
+It is compiled where it is asked for, into a folder that goes with the process; under `make sanitize` with the
+sanitizers.
 """
 
 import atexit

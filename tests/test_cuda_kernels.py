@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 pytestmark = pytest.mark.core
 
-CASES = int(os.environ.get("HALOCONV_FUZZ_CASES", "300"))
+CASES = int(os.environ.get("HALOCONV_FUZZ_CASES", "100"))
 KINDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}  # by element size
 DTYPES = {
     host.FLOAT64: torch.float64,
@@ -246,7 +246,7 @@ def test_bytes_that_no_element_is_aligned_to_are_copied():
     assert library.hc_cuda_blocks_copy(array, 1, 4, None) == 0  # to zero, which has no order of bytes
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(st.integers(0, 2**31 - 1), st.one_of(st.integers(1, 2**30), st.integers(1, 1000)))
 def test_division(number, divisor):
     """Fails when the multiplication that stands for a division is off by one."""
@@ -313,7 +313,7 @@ def test_what_is_too_large_for_32_bits_is_cut(element_size, sizes, gap):
     assert len(spans) <= 2 * math.ceil(whole / spans[0].width / host.UNITS_MAX) * max(1, *sizes[:-2], 1)
     done = 0
     for span in spans:
-        for number in {0, 1, span.units // 3, span.units - 1} & set(range(span.units)):
+        for number in (0, span.units // 3, span.units - 1):
             element, byte = divmod(done + number * span.width, element_size)
             place = [2**50 + byte, 2**51 + byte]
             for dim in reversed(range(len(sizes))):

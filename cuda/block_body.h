@@ -16,7 +16,7 @@
 
 #include <stdint.h>
 
-#include "block.h"
+#include "../csrc/block.h"
 
 #ifdef __CUDACC__
 #include <cuda_bf16.h>

@@ -98,16 +98,20 @@ HC_EXPORT int hc_cuda_device_set(int device, int *previous) {
   return error;
 }
 
+/* Fails where there is no code for the device, or the driver is too old for it. All kernels are loaded by this, so that
+ * none is for the first time while a graph is being captured. */
 HC_EXPORT int hc_cuda_device_check(int device) {
+  static const kernel kernels[] = {copy_blocks, add_float64, add_float32, add_float16, add_bfloat16};
   cudaFuncAttributes attributes;
   int previous = -1, ignored = 0;
-  cudaError_t error = (cudaError_t)hc_cuda_device_set(device, &previous);
-  if (error ==
-      cudaSuccess) { /* fails where there is no code for the device, or the driver is too old for it */
-    error = cudaFuncGetAttributes(&attributes, (const void *)copy_blocks);
+  int error = hc_cuda_device_set(device, &previous);
+  for (size_t i = 0; error == 0 && i < sizeof kernels / sizeof *kernels; ++i) {
+    error = cudaFuncGetAttributes(&attributes, (const void *)kernels[i]);
+  }
+  if (previous >= 0) {
     (void)hc_cuda_device_set(previous, &ignored);
   }
-  if (error != cudaSuccess) {
+  if (error != 0) {
     (void)cudaGetLastError();
   }
   return error;

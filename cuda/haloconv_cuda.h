@@ -10,7 +10,7 @@
 #ifndef HALOCONV_CUDA_H
 #define HALOCONV_CUDA_H
 
-#include "block.h"
+#include "../csrc/block.h"
 
 #ifdef __cplusplus
 extern "C" {

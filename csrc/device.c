@@ -27,7 +27,7 @@ typedef struct functions {
 /* Written by hc_device_load, at import, and only read after that. */
 static functions calls;
 static hc_device_library library = {.reason = "haloconv is not imported"};
-static char library_path[4096], library_reason[HC_MESSAGE_SIZE];
+static char library_path[1024], library_reason[2 * sizeof library_path];
 
 /* By device, once it was asked for: whether the kernels run there. Threads that ask at once find the same. */
 static int32_t usable[DEVICES], check_errors[DEVICES];
@@ -84,7 +84,7 @@ static void open_library(bool named) {
   }
   const char *missing = look_up_all(handle);
   if (missing != NULL) {
-    (void)snprintf(library_reason, sizeof library_reason, "%s has no %s", library_path, missing);
+    (void)snprintf(library_reason, sizeof library_reason, "%s has no %.40s", library_path, missing);
     goto close;
   }
   calls.tell(&library.about);

@@ -22,13 +22,12 @@ import tempfile
 import time
 from pathlib import Path
 
+import haloconv
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
-
-import haloconv
 from haloconv import _C, _info
+from torch.distributed.device_mesh import init_device_mesh
 
 CHECKS = {}  # name: (function, ranks, seconds, needs)
 
@@ -278,7 +277,7 @@ def graph_capture(setting):
     model = torch.nn.Conv2d(8, 8, 3, padding=1).to(setting.device)
     split = haloconv.parallelize(copy.deepcopy(model), setting.mesh)
     x = images(setting, 2, 8, 32, 64, dtype=torch.float32)
-    still = haloconv.distribute(x, setting.mesh)
+    still = haloconv.distribute(x.clone(), setting.mesh)
     with torch.no_grad():
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):

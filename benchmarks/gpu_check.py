@@ -231,7 +231,10 @@ def convolutions(setting):
 
 def small_net(setting, dtype):
     torch.manual_seed(0)
-    layers = [torch.nn.Conv2d(3, 16, 4, stride=4), torch.nn.Conv2d(16, 16, 7, padding=3, groups=16)]
+    layers = [
+        torch.nn.Conv2d(3, 16, 4, stride=4),
+        torch.nn.Conv2d(16, 16, 7, padding=3, groups=16, bias=False),
+    ]
     layers += [torch.nn.BatchNorm2d(16), torch.nn.GELU(), torch.nn.Conv2d(16, 8, 3, stride=2, padding=1)]
     return torch.nn.Sequential(*layers).to(setting.device, dtype)
 

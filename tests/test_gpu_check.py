@@ -1,4 +1,4 @@
-"""benchmarks/gpu_check.sh is for machines with a card; its short form runs here, on the CPU, over the host's kernels."""
+"""benchmarks/gpu_check.sh is for machines with a card; its short form runs here, on the CPU."""
 
 import json
 import os

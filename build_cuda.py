@@ -181,9 +181,3 @@ def build(plan, root, temporary, target, werror, report):
     stamp.write_text(repr(line), encoding="utf-8")
     size = target.stat().st_size
     report(True, LIBRARY, f"{size / 1e6:.2f} MB, compiled in {time.monotonic() - started:.0f} s")
-
-
-def nccl_include(torch):
-    """The folder of the nccl.h of the pip package that torch came with, or None."""
-    folder = torch.parent / "nvidia" / "nccl" / "include"
-    return str(folder) if (folder / "nccl.h").exists() else None

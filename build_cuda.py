@@ -2,14 +2,14 @@
 
 Whether they are built is decided by what is installed, never by a visible card: a machine that builds needs none.
 
-    USE_CUDA=auto  (the default) if there is an nvcc of the CUDA major version that torch was built for; else the build
-                   goes on without them, and says why
+    USE_CUDA=auto  (the default) if there is an nvcc of the CUDA major version that torch was built for, and it can
+                   compile them (it may lack headers); else the build goes on without them, and says why
     USE_CUDA=1     also for a CPU build of torch, for a wheel that goes elsewhere; what is missing ends the build
     USE_CUDA=0     never
 
-nvcc is that of CUDA_HOME, else the one in the PATH, in /usr/local/cuda, or of the pip package nvidia-cuda-nvcc. The
-code is compiled for ARCHS, and as PTX of the newest for cards to come; TORCH_CUDA_ARCH_LIST ("9.0;10.0+PTX") names
-others. MAX_JOBS limits how many are compiled at once.
+nvcc is that of CUDA_HOME, else the one in the PATH, in /usr/local/cuda, or of the pip package nvidia-cuda-nvcc (which
+needs nvidia-cuda-cccl as well). The code is compiled for ARCHS, and as PTX of the newest for cards to come;
+TORCH_CUDA_ARCH_LIST ("9.0;10.0+PTX") names others. MAX_JOBS limits how many are compiled at once.
 """
 
 import dataclasses
@@ -39,6 +39,7 @@ class Plan:
     flags: tuple = ()
     archs: tuple = ()  # of (number, is PTX), as in ("90a", False)
     jobs: int = 1
+    insists: bool = False  # whether the build must end where they can't be compiled
 
 
 def torch_cuda(torch):
@@ -57,16 +58,14 @@ def find_nvcc(torch, environment):
     home = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
     if home:
         nvcc = Path(home) / "bin" / "nvcc"
-        return (
-            (str(nvcc), ())
-            if os.access(nvcc, os.X_OK)
-            else (None, f"CUDA_HOME is {home}, which has no bin/nvcc")
-        )
+        if not os.access(nvcc, os.X_OK):
+            return None, f"CUDA_HOME is {home}, which has no bin/nvcc"
+        return str(nvcc), libraries_of(nvcc)
     nvcc = shutil.which("nvcc", path=environment.get("PATH", ""))
     if nvcc is None and os.access("/usr/local/cuda/bin/nvcc", os.X_OK):
         nvcc = "/usr/local/cuda/bin/nvcc"
     if nvcc is not None:
-        return nvcc, ()
+        return nvcc, libraries_of(Path(nvcc).resolve())
     for nvcc in sorted(torch.parent.glob("nvidia/*/bin/nvcc"), reverse=True):
         if os.access(nvcc, os.X_OK):
             return str(nvcc), libraries_of(nvcc)
@@ -130,7 +129,7 @@ def plan(torch, environment):
     if not jobs.isdecimal() or int(jobs) < 1:
         raise CudaError(f"MAX_JOBS is '{jobs}', expected a positive number")
     text = f"by {nvcc} {version[0]}.{version[1]} for {names(archs)}, torch's CUDA is {cuda or 'none'}"
-    return Plan(nvcc, text, version, flags, archs, int(jobs))
+    return Plan(nvcc, text, version, flags, archs, int(jobs), insists=wish == "1")
 
 
 def names(archs):
@@ -177,7 +176,12 @@ def build(plan, root, temporary, target, werror, report):
     if done.returncode != 0 or (werror and "warning" in done.stdout):
         target.unlink(missing_ok=True)
         print(done.stdout, flush=True)
-        raise CudaError(f"nvcc could not compile cuda/blocks.cu (it ended with {done.returncode})")
+        wrong = re.search(r"^.*\b(?:error|warning)\b.*$", done.stdout, re.M)
+        why = wrong.group().strip() if wrong else f"it ended with {done.returncode}"
+        if plan.insists or werror:
+            raise CudaError(f"nvcc could not compile cuda/blocks.cu: {why}")
+        report(False, LIBRARY, f"not built: nvcc could not compile it: {why}")
+        return
     stamp.write_text(repr(line), encoding="utf-8")
     size = target.stat().st_size
     report(True, LIBRARY, f"{size / 1e6:.2f} MB, compiled in {time.monotonic() - started:.0f} s")

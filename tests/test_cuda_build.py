@@ -184,6 +184,30 @@ def test_use_cuda_1_without_nvcc_ends_with_a_sentence(tmp_path):
 
 
 @needs_source
+@pytest.mark.parametrize("wish, werror", [("auto", False), ("auto", True), ("1", False)])
+def test_a_compiler_that_fails(plan, tmp_path, wish, werror):
+    """Fails when an nvcc without its headers leaves no working build, or someone who insists is not told."""
+    made = plan("13.0", "13.0", USE_CUDA=wish)
+    Path(made.nvcc).write_text(
+        "#!/bin/sh\necho 'cuda_fp16.h:1: fatal error: nv/target: No such file'; exit 1\n"
+    )
+    target, reports = tmp_path / "library.so", []
+    target.write_text("of a build before")
+
+    def build():
+        plan.module.build(made, ROOT, tmp_path / "temp", target, werror, lambda *words: reports.append(words))
+
+    if wish == "1" or werror:
+        with pytest.raises(plan.module.CudaError, match="nv/target"):
+            build()
+    else:
+        build()
+        assert reports[0][0] is False
+        assert "nv/target" in reports[0][2]
+    assert not target.exists()
+
+
+@needs_source
 def test_a_real_compiler_compiles_without_warnings(tmp_path):
     """Fails when nvcc warns: each warning is an error here, as in `HALOCONV_WERROR=1 python setup.py build_ext`."""
     module = builder()

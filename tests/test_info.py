@@ -74,7 +74,7 @@ def test_a_section_that_fails_does_not_stop_the_report(monkeypatch, capsys):
 
 def names_looked_up():
     """Every literal in csrc/ that is the name of a function of NCCL, cuDNN, CUDA's runtime or libtorch_cuda."""
-    pattern = r'"((?:nccl|cudnn|cuda)[A-Z]\w+|aoti_torch_cuda_\w+|aoti_torch_get_current_cuda_stream)"'
+    pattern = r'["(]((?:nccl|cudnn|cuda)[A-Z]\w+|aoti_torch_cuda_\w+|aoti_torch_get_current_cuda_stream)[")]'
     return sorted({name for path in CSRC.glob("*.c") for name in re.findall(pattern, path.read_text())})
 
 

@@ -10,6 +10,7 @@ import functools
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -125,3 +126,8 @@ def spans_of(blocks, element_size, adds=False):
     spans = (Span * count)()
     library().hc_host_spans(array_of(blocks), len(blocks), element_size, adds, count, spans)
     return list(spans)
+
+
+if __name__ == "__main__":  # hostkernels.py FOLDER: builds it there, and prints its path
+    os.makedirs(sys.argv[1], exist_ok=True)
+    print(build(sys.argv[1]))

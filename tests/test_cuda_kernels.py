@@ -379,6 +379,44 @@ def test_the_host_library_says_that_it_is_one():
     assert (about.abi, about.host, about.runtime_version, about.archs) == (1, 1, 0, b"host")
 
 
+WIRED = """
+import copy, ctypes, sys
+import torch, torch.distributed as dist
+import haloconv, haloconv._C
+from torch.distributed.device_mesh import init_device_mesh
+library = ctypes.CDLL(haloconv._C.cuda_library()["path"])
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1,))
+for dtype in (torch.float64, torch.bfloat16, torch.complex64):
+    model = torch.nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular", bias=False, dtype=dtype)
+    split = haloconv.parallelize(copy.deepcopy(model), mesh)
+    x = torch.randn(2, 4, 6, 9, dtype=dtype, requires_grad=True)
+    y = x.detach().clone().requires_grad_()
+    before = library.hc_host_launch_count()
+    out, want = haloconv.gather(split(haloconv.distribute(x, mesh))), model(y)
+    out.backward(want.detach())
+    want.backward(want.detach())
+    assert library.hc_host_launch_count() - before >= 2, "the kernels were not used"
+    # a gradient of size 1 whose halo is added after rounding: two steps of bfloat16
+    close = dict(rtol=2**-7, atol=2**-7) if dtype == torch.bfloat16 else {}
+    torch.testing.assert_close(out, want, **close)
+    torch.testing.assert_close(x.grad, y.grad, **close)
+dist.destroy_process_group()
+print("passed")
+"""
+
+
+@pytest.mark.skipif(
+    bool(os.environ.get("HALOCONV_SANITIZE")), reason="`make test-kernels` does this, and more"
+)
+def test_halos_are_moved_by_the_kernels():
+    """Fails when haloconv has kernels for a device and does not use them, or calls them wrongly."""
+    environment = os.environ | {"HALOCONV_CUDA_LIBRARY": str(host.path())}
+    command = [sys.executable, "-c", WIRED]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert (done.returncode, done.stdout.strip()) == (0, "passed"), done.stderr
+
+
 OVERRUN = """
 import ctypes, sys
 import hostkernels as host

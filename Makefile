@@ -28,7 +28,7 @@ endif
 export BASE_PYTHON
 SANITIZED := build/sanitize
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-short test test-213 lint format build wheel audit sanitize sanitize-short fuzz zoo mutation \
+.PHONY: help demo demo-short test test-213 test-kernels lint format build wheel audit sanitize sanitize-short fuzz zoo mutation \
     mutation-short clean distclean env env-lint env-213
 
 help:
@@ -40,6 +40,7 @@ help:
 	@echo 'make wheel      dist/haloconv-*.whl'
 	@echo 'make audit      that wheel: does it keep to the two stable ABIs?'
 	@echo 'make test-213   that wheel on torch 2.13.0: the core of the suite'
+	@echo 'make test-kernels   the core of the suite, its halos moved by the CUDA kernels on the host'
 	@echo 'make sanitize   the core of the suite under AddressSanitizer and UndefinedBehaviorSanitizer'
 	@echo 'make fuzz       the random tests with many more examples'
 	@echo 'make zoo        whole published models on 2 and 3 processes against their unsplit selves'
@@ -73,6 +74,10 @@ test-213: build wheel env-213
 	@cmp python/haloconv/_C.abi3.so "$$($(PY_213) -c \
 	    'import importlib.util as u; print(u.find_spec("haloconv").submodule_search_locations[0])')/_C.abi3.so"
 	$(PY_213) -m pytest -m core $(ARGS)
+
+# Every halo through the bodies of the CUDA kernels, which run on the host for that.
+test-kernels: build
+	HALOCONV_CUDA_LIBRARY=$(CURDIR)/$$($(PY) tests/hostkernels.py build/hostkernels) $(PY) -m pytest -m core $(ARGS)
 
 lint: env-lint
 	@$(PY_LINT) .ci/lint.py

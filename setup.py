@@ -8,8 +8,12 @@ torch is needed to build (libtorch_cpu.so is linked), and it must be the torch t
 that is why it is not among the build requirements, where an isolated build would fetch another one. What
 asks only for metadata (``setup.py --version``, ``egg_info``, ``sdist``) works without torch.
 
+The CUDA kernels are a library of their own, which _C loads where it is of use: see build_cuda.py. One wheel serves
+CPU and CUDA builds of torch.
+
 Environment: HALOCONV_WERROR=1 makes warnings errors, HALOCONV_SANITIZE=1 builds with AddressSanitizer and
-UndefinedBehaviorSanitizer, HALOCONV_FAULTS=1 compiles the fault-injection hooks of the tests in.
+UndefinedBehaviorSanitizer, HALOCONV_FAULTS=1 compiles the fault-injection hooks of the tests in. USE_CUDA=auto|0|1,
+CUDA_HOME, TORCH_CUDA_ARCH_LIST and MAX_JOBS: of the CUDA kernels.
 """
 
 import importlib.metadata
@@ -24,6 +28,10 @@ import sysconfig
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT))  # pip runs this file without its folder
+
+import build_cuda  # noqa: E402
+
 INSTALL = "`pip install --no-build-isolation .`"
 
 
@@ -192,11 +200,43 @@ class BuildExt(build_ext):
 
     def build_extensions(self):
         check_compiler(self.compiler.compiler_so)
-        report(False, "cuda part", "not built in this version")
+        self.build_cuda()
         # A Python that was built shared adds its own folder as a run path.
         self.compiler.linker_so = [word for word in self.compiler.linker_so if "-rpath" not in word]
         self.rebuild_if_changed()
         super().build_extensions()
+
+    def build_cuda(self):
+        """Makes the kernels, or removes an old library that this build would not make."""
+        target = self.cuda_library()
+        try:
+            plan = build_cuda.plan(Path(self.extensions[0].library_dirs[0]).parent, os.environ)
+            report(plan.nvcc is not None, "CUDA kernels", plan.text)
+            if plan.nvcc is not None:
+                build_cuda.build(
+                    plan, ROOT, Path(self.build_temp), target, switched_on("HALOCONV_WERROR"), report
+                )
+            else:
+                target.unlink(missing_ok=True)
+        except build_cuda.CudaError as error:
+            report(False, "CUDA kernels", error)
+            stop(f"{error}: mend that, or build without them by USE_CUDA=0, then run {INSTALL}.")
+
+    def copy_extensions_to_source(self):
+        super().copy_extensions_to_source()
+        made = Path(self.build_lib) / "haloconv" / build_cuda.LIBRARY
+        if made.exists():
+            self.copy_file(str(made), str(self.cuda_library()))
+        else:
+            self.cuda_library().unlink(missing_ok=True)
+
+    def cuda_library(self):
+        """Where the kernels go, beside _C: in the build's folder, or in place once that is done."""
+        return Path(self.get_ext_fullpath(self.extensions[0].name)).with_name(build_cuda.LIBRARY)
+
+    def get_outputs(self):
+        made = self.cuda_library()
+        return super().get_outputs() + [str(made)] * made.exists()
 
     def get_libraries(self, ext):
         return ext.libraries  # a Python that was built shared adds libpython3.x, the library of one version
@@ -252,7 +292,7 @@ setup(
         Extension(
             "haloconv._C",
             sources=relative("csrc/*.c"),
-            depends=relative("csrc/*.h"),
+            depends=relative("csrc/*.h") + relative("cuda/*.*"),
             define_macros=macros(),
             extra_compile_args=compile_arguments(),
             extra_link_args=sanitizers(),

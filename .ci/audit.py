@@ -29,6 +29,17 @@ def too_new(binary, floor):
     ]
 
 
+def cuda_links(binary):
+    """The CUDA libraries that a binary would need at load time: there must be none, so that one wheel serves all."""
+    dynamic = subprocess.run(["readelf", "-d", binary], check=True, stdout=subprocess.PIPE, text=True).stdout
+    needed = [line.partition("[")[2].rstrip("]") for line in dynamic.splitlines() if "(NEEDED)" in line]
+    return [
+        name
+        for name in needed
+        if name.startswith(("libcu", "libnccl", "libnv", "libtorch_cuda", "libc10_cuda"))
+    ]
+
+
 def main():
     (wheel,) = sys.argv[1:]
     constants = {}
@@ -37,11 +48,17 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         with zipfile.ZipFile(wheel) as archive:
             binary = archive.extract("haloconv/_C.abi3.so", folder)
+            kernels = [name for name in archive.namelist() if name == "haloconv/libhaloconv_cuda.so"]
+            linked = [name for file in kernels for name in cuda_links(archive.extract(file, folder))]
+            linked += cuda_links(binary)
+            print("CUDA kernels:", "in the wheel" if kernels else "not built")
         failed |= torch_abi_audit(["--verbose", "--check", "both", binary]) != 0
         new = too_new(binary, constants["MIN_TORCH"])
     if new:
         print("newer than the oldest supported torch, and not weak:", *new)
-    failed |= bool(new)
+    if linked:
+        print("linked to CUDA, which the wheel must not be:", *linked)
+    failed |= bool(new) or bool(linked)
     print("audit:", "failed" if failed else "passed")
     return int(failed)
 

@@ -26,8 +26,10 @@ def is_current():
     binary = PACKAGE / "_C.abi3.so"
     if not binary.exists():
         return False
-    sources = [ROOT / "setup.py", ROOT / "pyproject.toml", PACKAGE / "_floor.py", PACKAGE / "_version.py"]
-    sources += [ROOT / "csrc", *ROOT.glob("csrc/*")]  # the folder's own date: a file was added or removed
+    sources = [ROOT / "setup.py", ROOT / "build_cuda.py", ROOT / "pyproject.toml"]
+    sources += [PACKAGE / "_floor.py", PACKAGE / "_version.py"]
+    for folder in ("csrc", "cuda"):  # the folder's own date: a file was added or removed
+        sources += [ROOT / folder, *ROOT.glob(f"{folder}/*")]
     return max(path.stat().st_mtime for path in sources) < binary.stat().st_mtime
 
 

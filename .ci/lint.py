@@ -16,7 +16,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 MAX_LINES = 700
-SOURCES = ("csrc/", "cuda/", "python/", "benchmarks/", "examples/", "tests/", ".ci/", "setup.py")
+SOURCES = (
+    "csrc/",
+    "cuda/",
+    "python/",
+    "benchmarks/",
+    "examples/",
+    "tests/",
+    ".ci/",
+    "setup.py",
+    "build_cuda.py",
+)
 PRODUCT = ("csrc/", "cuda/", "python/")
 
 

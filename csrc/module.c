@@ -4,13 +4,14 @@
  * switch and to see: the convolution's path and, in a test build, faults. Python wraps the plan; users do not import
  * this module.
  *
- * The environment variable HALOCONV_CONV_PATH (auto, general, fast) is read here, once, at import.
+ * The environment variables HALOCONV_CONV_PATH (auto, general, fast) and HALOCONV_CUDA_LIBRARY are read once, at import.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdlib.h>
 
 #include "convolution_fast.h"
+#include "device.h"
 #include "kernels.h"
 #include "plan.h"
 #include "resize.h"
@@ -208,6 +209,30 @@ static PyObject *path_counts(PyObject *self, PyObject *args) {
   return result;
 }
 
+/* None, or a text as a str. */
+static PyObject *text_or_none(const char *text) {
+  if (text == NULL) {
+    Py_RETURN_NONE;
+  }
+  return PyUnicode_FromString(text);
+}
+
+static PyObject *cuda_library(PyObject *self, PyObject *args) {
+  const hc_device_library *loaded = hc_device_loaded();
+  const hc_cuda_about *about = &loaded->about;
+  (void)self, (void)args;
+  return Py_BuildValue("{s:N,s:N,s:N,s:i,s:i,s:s}", "path", text_or_none(loaded->path), "reason",
+                       text_or_none(loaded->reason), "for_tests", PyBool_FromLong(about->host), "runtime",
+                       (int)about->runtime_version, "driver", (int)about->driver_version, "archs",
+                       about->archs);
+}
+
+static PyObject *cuda_device(PyObject *self, PyObject *args) {
+  int index;
+  (void)self;
+  return PyArg_ParseTuple(args, "i", &index) ? text_or_none(hc_device_reason(index)) : NULL;
+}
+
 #ifdef HC_FAULTS
 static PyObject *fault_arm(PyObject *self, PyObject *args) {
   long long n;
@@ -240,6 +265,12 @@ static PyMethodDef methods[] = {
      "path_counts() -> dict. For tests: how many convolutions took which path since the process began, "
      "forward and "
      "backward, and how many of them had strips to mend."},
+    {"cuda_library", cuda_library, METH_NOARGS,
+     "cuda_library() -> dict: the path of the CUDA kernels' library or None and the reason, CUDA's version "
+     "that it "
+     "was built with and that of the driver (13000 for 13.0, 0 for none), the architectures"},
+    {"cuda_device", cuda_device, METH_VARARGS,
+     "cuda_device(index) -> why the kernels don't run on that device, or None"},
 #ifdef HC_FAULTS
     {"fault_arm", fault_arm, METH_VARARGS,
      "fault_arm(n): the n-th checked libtorch call from now on fails; 0: none"},
@@ -258,6 +289,10 @@ PyMODINIT_FUNC PyInit__C(void) {
   if (path != NULL && !hc_fast_set_path(path)) {
     return PyErr_Format(PyExc_ImportError, "HALOCONV_CONV_PATH is '%s', expected 'auto', 'general' or 'fast'",
                         path);
+  }
+  if (hc_device_load(&status) != HC_OK) {
+    PyErr_SetString(PyExc_ImportError, status.message);
+    return NULL;
   }
   if (hc_kernels_register(&status) != HC_OK) {
     PyErr_Format(PyExc_ImportError, "haloconv could not register its operators with this torch: %s",

@@ -1,6 +1,7 @@
 /* moves: see moves.h. */
 #include "moves.h"
 
+#include "device.h"
 #include "shard.h"
 
 hc_part hc_part_of(AtenTensorHandle tensor, const hc_shape *shape) {
@@ -97,23 +98,35 @@ done:
   return status->code;
 }
 
+static bool has_kernels(const hc_shape *shape) {
+  return hc_device_takes(shape->device_type, shape->device_index);
+}
+
 /* Whether the part's memory can be had as it is. */
 static bool has_blocks(const hc_moves *moves, const hc_shape *shape) {
   const int64_t size = element_size(shape);
-  return hc_shape_on_cpu(shape) && (size == 1 || size == 2 || size == 4 || size == 8 || size == 16) &&
+  return (hc_shape_on_cpu(shape) || has_kernels(shape)) &&
+         (size == 1 || size == 2 || size == 4 || size == 8 || size == 16) &&
          (!moves->add || element_of(shape->dtype) != HC_ELEMENT_OTHER);
 }
 
 void hc_moves_init(bool add, hc_moves *moves) {
   moves->add = add;
   moves->count = 0;
+  moves->like = (hc_shape){.ndim = 0};
 }
 
 hc_code hc_moves_run(hc_moves *moves, hc_status *status) {
-  const int64_t count = moves->count;
+  const int64_t count = moves->count, size = element_size(&moves->like);
+  const hc_element element = element_of(moves->like.dtype);
   moves->count = 0;
+  if (count > 0 && has_kernels(&moves->like)) {
+    const int32_t device = moves->like.device_index;
+    return moves->add ? hc_device_blocks_add(device, moves->blocks, count, element, status)
+                      : hc_device_blocks_copy(device, moves->blocks, count, size, status);
+  }
   for (int64_t i = 0; i < count; ++i) {
-    const rows r = {&moves->blocks[i], element_size(&moves->like), element_of(moves->like.dtype), moves->add};
+    const rows r = {&moves->blocks[i], size, element, moves->add};
     HC_TRY(run_block(&r, status));
   }
 done:

@@ -1,8 +1,8 @@
 /* moves: elements copied or added from parts of tensors to parts of others.
  *
  * A part is a box of a tensor's storage: where it begins, its sizes, its strides. No view is made for it. Moves are
- * gathered and run together, so that a device needs one launch for all of them; on the CPU they are blocks (block.h),
- * spread over torch's threads where they are large. What has no block (a device without kernels of ours, a dtype that
+ * gathered as blocks (block.h) and run together: on a device by one kernel for all of them (device.h), on the CPU one
+ * after the other, spread over torch's threads where they are large. What has no block (a device without kernels of ours, a dtype that
  * only ATen can add) goes through ATen's copy_, at once.
  *
  * The moves of one list must not depend on each other.
@@ -24,7 +24,7 @@ hc_part hc_part_of(AtenTensorHandle tensor, const hc_shape *shape);
 /* [begin, begin + length) of `dim`. */
 hc_part hc_part_narrow(const hc_part *part, int64_t dim, int64_t begin, int64_t length);
 
-enum { HC_MOVES = 8 };
+enum { HC_MOVES = 16 }; /* as many as one kernel takes */
 
 typedef struct hc_moves {
   bool add;

@@ -29,6 +29,7 @@ typedef enum hc_code {
   HC_ERROR_ARGUMENT, /* the caller asked for something that does not fit */
   HC_ERROR_MEMORY,   /* an allocation failed */
   HC_ERROR_TORCH,    /* a call into libtorch failed */
+  HC_ERROR_CUDA,     /* a kernel could not be started, or one before it failed */
 } hc_code;
 
 typedef struct hc_status {

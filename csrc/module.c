@@ -4,13 +4,15 @@
  * switch and to see: the convolution's path and, in a test build, faults. Python wraps the plan; users do not import
  * this module.
  *
- * The environment variable HALOCONV_CONV_PATH (auto, general, fast) is read here, once, at import.
+ * The environment variables HALOCONV_CONV_PATH (auto, general, fast) and HALOCONV_DEPTHWISE (auto, off, on) are read
+ * here, once, at import.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdlib.h>
 
 #include "convolution_fast.h"
+#include "depthwise_tensor.h"
 #include "kernels.h"
 #include "plan.h"
 #include "resize.h"
@@ -190,6 +192,25 @@ static PyObject *convolution_path(PyObject *self, PyObject *args) {
   return PyUnicode_FromString(before);
 }
 
+static PyObject *depthwise(PyObject *self, PyObject *args) {
+  const char *before = hc_depthwise_mode(), *name = before;
+  (void)self;
+  if (!PyArg_ParseTuple(args, "|s", &name)) {
+    return NULL;
+  }
+  if (!hc_depthwise_set_mode(name)) {
+    return PyErr_Format(PyExc_ValueError, "name is '%s', expected 'auto', 'off' or 'on'", name);
+  }
+  return PyUnicode_FromString(before);
+}
+
+static PyObject *depthwise_counts(PyObject *self, PyObject *args) {
+  (void)self, (void)args;
+  return Py_BuildValue("{sLsLsL}", "forward", (long long)hc_depthwise_counted(HC_DEPTHWISE_FORWARD),
+                       "input_gradient", (long long)hc_depthwise_counted(HC_DEPTHWISE_OF_INPUT),
+                       "weight_gradient", (long long)hc_depthwise_counted(HC_DEPTHWISE_OF_WEIGHT));
+}
+
 static PyObject *path_counts(PyObject *self, PyObject *args) {
   static const char *const names[HC_COUNTS] = {
       [HC_COUNT_FORWARD_FAST] = "forward_fast",         [HC_COUNT_FORWARD_GENERAL] = "forward_general",
@@ -240,6 +261,13 @@ static PyMethodDef methods[] = {
      "path_counts() -> dict. For tests: how many convolutions took which path since the process began, "
      "forward and "
      "backward, and how many of them had strips to mend."},
+    {"depthwise", depthwise, METH_VARARGS,
+     "depthwise(name=None) -> the mode before. For tests: which depthwise convolutions of CPU tensors "
+     "haloconv's own "
+     "loops run from now on: 'auto', where they are faster than ATen's, 'off', or 'on', wherever they can. "
+     "Initially HALOCONV_DEPTHWISE, or 'auto'."},
+    {"depthwise_counts", depthwise_counts, METH_NOARGS,
+     "depthwise_counts() -> dict. For tests: how many passes those loops have run since the process began."},
 #ifdef HC_FAULTS
     {"fault_arm", fault_arm, METH_VARARGS,
      "fault_arm(n): the n-th checked libtorch call from now on fails; 0: none"},
@@ -258,6 +286,11 @@ PyMODINIT_FUNC PyInit__C(void) {
   if (path != NULL && !hc_fast_set_path(path)) {
     return PyErr_Format(PyExc_ImportError, "HALOCONV_CONV_PATH is '%s', expected 'auto', 'general' or 'fast'",
                         path);
+  }
+  const char *depthwise_mode = getenv("HALOCONV_DEPTHWISE");
+  if (depthwise_mode != NULL && !hc_depthwise_set_mode(depthwise_mode)) {
+    return PyErr_Format(PyExc_ImportError, "HALOCONV_DEPTHWISE is '%s', expected 'auto', 'off' or 'on'",
+                        depthwise_mode);
   }
   if (hc_kernels_register(&status) != HC_OK) {
     PyErr_Format(PyExc_ImportError, "haloconv could not register its operators with this torch: %s",

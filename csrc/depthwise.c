@@ -18,7 +18,7 @@ enum { PARTIALS_WANTED = 64 };
 static int64_t product(const int64_t *of) { return of[0] * of[1] * of[2]; }
 
 bool hc_depthwise_fits(const hc_depthwise *conv) {
-  int64_t taps = 1, phases = 1;
+  int64_t taps = 1, phases = 1, bytes = 1;
   for (int64_t d = 0; d < HC_DEPTHWISE_SPATIAL; ++d) {
     if (conv->kernel[d] > TAPS_AT_MOST || conv->stride[d] > PHASES_AT_MOST ||
         conv->padding[d] > REACH_AT_MOST || conv->padding[d] < -REACH_AT_MOST ||
@@ -27,15 +27,12 @@ bool hc_depthwise_fits(const hc_depthwise *conv) {
     }
     taps *= conv->kernel[d];
     phases *= conv->stride[d];
-    if (taps > TAPS_AT_MOST || phases > PHASES_AT_MOST) {
-      return false;
-    }
-  }
-  const int64_t begin[HC_DEPTHWISE_SPATIAL] = {0, 0, 0}, end[HC_DEPTHWISE_SPATIAL] = {1, 1, 1 << 10};
-  for (int i = 0; i < 4; ++i) { /* with the lanes along either, as this output's strides make them */
-    const int64_t strides[5] = {0, i / 2, 0, 0, 1 - i / 2};
-    hc_tiling tiling;
-    if (!hc_tiling_init(conv, i % 2 != 0, begin, end, strides, &tiling)) {
+    /* What the smallest tile reads. Tiles are larger only where that fits a cache. */
+    const int64_t reach = (conv->kernel[d] - 1) * conv->dilation[d] + 2;
+    bytes *= d == HC_DEPTHWISE_SPATIAL - 1
+                 ? hc_max(HC_TILE_ROW_BYTES, (reach + HC_TILE_COLUMNS * conv->stride[d]) * ALIGNMENT)
+                 : reach;
+    if (taps > TAPS_AT_MOST || phases > PHASES_AT_MOST || bytes > HC_TILE_BYTES_AT_MOST / 2) {
       return false;
     }
   }

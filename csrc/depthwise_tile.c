@@ -6,7 +6,7 @@
 #include "shard.h"
 
 /* Bytes: the rows that one row of outputs reads stay in the first-level cache, a tile in the second. */
-enum { ROWS_BYTES = 32 << 10, TILE_BYTES = 192 << 10, TILE_BYTES_AT_MOST = 16 << 20 };
+enum { ROWS_BYTES = 32 << 10, TILE_BYTES = 192 << 10 };
 enum { TILES_WANTED = 32, ROWS_AT_LEAST = 8, COLUMNS_AT_LEAST = 16 };
 
 static int64_t round_up(int64_t a, int64_t b) { return hc_ceil_div(a, b) * b; }
@@ -80,7 +80,7 @@ bool hc_tiling_init(const hc_depthwise *conv, bool gradient, const int64_t *begi
     tiling->line = round_up(dims[2].tile, simd->lanes) + simd->lanes +
                    (dims[2].most - dims[2].least) / dims[2].in_step + 1;
   }
-  if (tiling->line > TILE_BYTES_AT_MOST / pixel / tiling->nlines) {
+  if (tiling->line > HC_TILE_BYTES_AT_MOST / pixel / tiling->nlines) {
     return false;
   }
   tiling->row = tiling->nlines * tiling->line * tiling->unit;
@@ -93,7 +93,7 @@ bool hc_tiling_init(const hc_depthwise *conv, bool gradient, const int64_t *begi
   cut(&dims[0],
       others * dims[1].ntiles / dims[0].count < TILES_WANTED ? 1 : j_within(&dims[0], rows / dims[1].extent),
       1);
-  if (dims[1].extent > TILE_BYTES_AT_MOST / (tiling->row * (int64_t)simd->packed_size) / dims[0].extent) {
+  if (dims[1].extent > HC_TILE_BYTES_AT_MOST / (tiling->row * (int64_t)simd->packed_size) / dims[0].extent) {
     return false;
   }
   tiling->slice = dims[1].extent * tiling->row;

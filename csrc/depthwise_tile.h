@@ -18,6 +18,9 @@
 
 #include "depthwise_simd.h"
 
+/* Bounds of what a tile takes: a row, unless so many columns' reach is more; and all. */
+enum { HC_TILE_ROW_BYTES = 40 << 10, HC_TILE_COLUMNS = 128, HC_TILE_BYTES_AT_MOST = 32 << 20 };
+
 typedef struct hc_tile_dim {
   int64_t kernel, padding, dilation, stride;
   bool gradient;

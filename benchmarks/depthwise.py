@@ -2,11 +2,11 @@
 
     OMP_NUM_THREADS=1 python benchmarks/depthwise.py [--quick] [--threads N] [--json FILE] [--only WORD]
 
-Each row is a shape, a dtype and a memory format. ATen and haloconv's loops take turns on the same tensors; the times are
-medians in milliseconds over all turns, of processor time with one thread (so that a busy machine disturbs little), and
-a ratio above 1 says that haloconv's loops are faster. `auto` is what the rule
-that chooses between the two says for the three passes (forward, input gradient, weight gradient): `+` ours, `-` ATen's.
-The error is the largest difference from ATen in float64, over the largest value, beside ATen's own.
+Each row is a shape, a dtype and a memory format. ATen and haloconv's loops take turns on the same tensors; the
+times are medians in milliseconds over all turns, of processor time with one thread (so that a busy machine disturbs
+little). A ratio above 1 says that haloconv's loops are faster. `auto` is what the rule that chooses between the two
+says for the three passes (forward, input gradient, weight gradient): `+` ours, `-` ATen's. The error is the largest
+difference from ATen in float64, over the largest value, beside ATen's own.
 """
 
 import argparse
@@ -17,9 +17,8 @@ import statistics
 import sys
 import time
 
-import torch
-
 import haloconv
+import torch
 from haloconv import _C
 
 FORMATS = {"NCHW": torch.contiguous_format, "NHWC": torch.channels_last}
@@ -48,7 +47,20 @@ QUICK = {"convnext-b stage 1", "convnext-b stage 2", "3x3", "3x3, stride 2"}
 
 def calls(x, weight, grad, stride, padding, dilation):
     """{pass: call}, through haloconv's ops, whose local convolution is ATen's or haloconv's loops."""
-    group = [[stride] * 2, [padding] * 4, [dilation] * 2, False, [0, 0], x.shape[1], [0, 0], [], [], [], [], ""]
+    group = [
+        [stride] * 2,
+        [padding] * 4,
+        [dilation] * 2,
+        False,
+        [0, 0],
+        x.shape[1],
+        [0, 0],
+        [],
+        [],
+        [],
+        [],
+        "",
+    ]
     ops = torch.ops.haloconv
     return {
         "forward": lambda: ops.convolution(x, weight, [], *group),
@@ -81,7 +93,12 @@ def measure(case, dtype, form, turns, seconds, clock):
         grad.double(), x.double(), weight.double(), None, *window, [True, True, False]
     )
     row = {"name": f"{name} {dtype} {form}".replace("torch.", ""), "sizes": sizes, "kernel": kernel}
-    row |= {"stride": stride, "dilation": dilation, "dtype": str(dtype).removeprefix("torch."), "format": form}
+    row |= {
+        "stride": stride,
+        "dilation": dilation,
+        "dtype": str(dtype).removeprefix("torch."),
+        "format": form,
+    }
     for which, call in calls(x, weight, grad, stride, padding, dilation).items():
         times, errors = {"off": [], "on": []}, {}
         begin = time.perf_counter()
@@ -120,7 +137,12 @@ def machine():
         for line in lines:
             if line.startswith("model name"):
                 model = line.partition(":")[2].strip()
-    return {"cpu": model, "cpus": os.cpu_count(), "threads": torch.get_num_threads(), "system": platform.system()}
+    return {
+        "cpu": model,
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "system": platform.system(),
+    }
 
 
 def show(row):
@@ -131,11 +153,17 @@ def show(row):
     for p in (forward, of_input, of_weight):
         cells.append(f"{p['aten_ms']:7.2f} {p['ours_ms']:6.2f} {p['aten_ms'] / p['ours_ms']:6.2f}")
     auto = "".join("+" if p["auto"] else "-" for p in (forward, of_input, of_weight))
-    print(" | ".join(cells), f"| {row['ratio_backward']:6.2f} | {auto} | {worst:.0e} {aten_worst:.0e}", flush=True)
+    print(
+        " | ".join(cells),
+        f"| {row['ratio_backward']:6.2f} | {auto} | {worst:.0e} {aten_worst:.0e}",
+        flush=True,
+    )
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="a few shapes, few turns")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--wall", action="store_true", help="the clock on the wall, with one thread too")
@@ -149,7 +177,11 @@ def main():
     clock = time.perf_counter if wall else time.thread_time
     if options.quick:
         options.turns, options.seconds = min(options.turns, 5), min(options.seconds, 0.5)
-    versions = {"haloconv": haloconv.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    versions = {
+        "haloconv": haloconv.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
     result = {"benchmark": "depthwise", "versions": versions, "machine": machine(), "rows": []}
     result["clock"] = "wall" if wall else "processor"
     print(json.dumps({"versions": versions, "machine": result["machine"]}))

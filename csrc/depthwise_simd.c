@@ -24,6 +24,10 @@ static inline __attribute__((always_inline)) uint16_t to_bfloat16(float value) {
 
 #define HC_AS_IT_IS(value) (value)
 
+#ifndef HC_SIMD_BYTES /* of a vector, at most: a test looks at each set on one processor */
+#define HC_SIMD_BYTES 64
+#endif
+
 /* ---- any processor: vectors of 16 bytes ---- */
 
 #define HC_TARGET
@@ -215,12 +219,14 @@ const hc_simd *hc_simd_choose(hc_depthwise_dtype dtype, int64_t width) {
       [HC_DEPTHWISE_FLOAT64] = &simd_float64_avx512,
       [HC_DEPTHWISE_BFLOAT16] = &simd_bfloat16_avx512,
   };
-  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool has_avx2 =
+      HC_SIMD_BYTES >= 32 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   if (has_avx2) {
     best = avx2[dtype];
   }
-  if (has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+  if (has_avx2 && HC_SIMD_BYTES >= 64 && __builtin_cpu_supports("avx512f") &&
+      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vl") &&
       rounded(width, avx512[dtype]) <
           2 * rounded(width, best)) { /* half the instructions, unless half are idle */
     best = avx512[dtype];

@@ -41,8 +41,32 @@ static bool dtype_of(int32_t dtype, hc_depthwise_dtype *out) {
 }
 
 bool hc_depthwise_wins(const hc_depthwise *conv, bool channels_last, const int64_t *size, int passes) {
-  (void)conv, (void)channels_last, (void)size, (void)passes;
-  return true;
+  /* WIDE: a line of the image fills vectors several times over. FEW_CHANNELS: ATen's vectors of channels aren't full. */
+  enum { WIDE = 32, FEW_CHANNELS = 16, MANY_TAPS = 16 };
+  if (size[0] != 1 || size[1] == 1) {
+    return false; /* only images have been measured */
+  }
+  if (conv->dtype == HC_DEPTHWISE_FLOAT64) {
+    return true; /* ATen's is several times slower in all passes */
+  }
+  const int64_t taps = conv->kernel[1] * conv->kernel[2];
+  const bool strided = conv->stride[1] > 1 || conv->stride[2] > 1;
+  const bool dilated = conv->dilation[1] > 1 || conv->dilation[2] > 1;
+  const bool wide = size[2] >= WIDE;
+  const bool bfloat16 = conv->dtype == HC_DEPTHWISE_BFLOAT16;
+  bool wins = true;
+  if (passes & HC_DEPTHWISE_OF_WEIGHT) {
+    wins = wins && (taps >= MANY_TAPS || dilated || (channels_last ? bfloat16 : wide && !strided));
+  }
+  if (passes & HC_DEPTHWISE_OF_INPUT) {
+    wins = wins && (channels_last ? bfloat16 || dilated || (conv->channels < FEW_CHANNELS && !strided)
+                                  : wide && !strided);
+  }
+  if (passes & HC_DEPTHWISE_FORWARD) {
+    wins = wins && (channels_last ? bfloat16 || (conv->channels < FEW_CHANNELS && !strided)
+                                  : wide && (bfloat16 || !strided));
+  }
+  return wins;
 }
 
 bool hc_depthwise_takes(const hc_shape *input, const hc_shape *weight, const hc_shape *other,

@@ -67,11 +67,13 @@ def exact(x, weight, bias, grad, *window):
     return out, *torch.ops.aten.convolution_backward(grad, x, weight, None, *args)[:2]
 
 
-def assert_near(got, expected, what):
+def assert_near(got, expected, what, roundings=1):
     scale = float(expected.abs().max()) if expected.numel() else 0.0
     worst = float((got.double() - expected).abs().max()) if expected.numel() else 0.0
     assert got.shape == expected.shape, (what, got.shape, expected.shape)
-    assert worst <= TOLERANCE[got.dtype] * max(scale, 1e-3), f"{what}: off by {worst}, of at most {scale}"
+    assert worst <= roundings * TOLERANCE[got.dtype] * max(scale, 1e-3), (
+        f"{what}: off by {worst}, of at most {scale}"
+    )
 
 
 def out_size(size, kernel, stride, padding, dilation):
@@ -256,7 +258,7 @@ def test_weight_gradient_is_as_accurate_as_atens(form):
             got = passes(x, weight, None, x, *window)[0][2]
         errors[name] = float((got.double() - right).abs().max() / right.abs().max())
     # an ulp of the largest value is what storing it costs
-    assert errors["on"] <= max(errors["off"], 2 ** -23), errors
+    assert errors["on"] <= max(errors["off"], 2**-23), errors
 
 
 def test_bfloat16_rounds_as_torch_does():
@@ -290,3 +292,199 @@ def test_mode_and_environment():
             assert done.stdout.strip() == value, done
         else:
             assert "HALOCONV_DEPTHWISE is 'fast', expected 'auto', 'off' or 'on'" in done.stderr
+
+
+# ------------------------------------------------------------------------------------------------ by ctypes
+
+
+class Conv(ctypes.Structure):
+    _fields_ = [
+        ("dtype", ctypes.c_int),
+        ("batch", ctypes.c_int64),
+        ("channels", ctypes.c_int64),
+        *[(name, ctypes.c_int64 * 3) for name in ("kernel", "stride", "dilation", "padding")],
+    ]
+
+
+class Source(ctypes.Structure):
+    _fields_ = [
+        ("dim", ctypes.c_int64),
+        ("base", ctypes.c_void_p * 3),
+        ("bounds", ctypes.c_int64 * 4),
+        ("strides", ctypes.c_int64 * 5 * 3),
+        ("sizes", ctypes.c_int64 * 3),
+    ]
+
+
+class Target(ctypes.Structure):
+    _fields_ = [
+        ("base", ctypes.c_void_p),
+        ("strides", ctypes.c_int64 * 5),
+        ("begin", ctypes.c_int64 * 3),
+        ("end", ctypes.c_int64 * 3),
+    ]
+
+
+class Weight(ctypes.Structure):
+    _fields_ = [("base", ctypes.c_void_p), ("strides", ctypes.c_int64 * 4)]
+
+
+class Status(ctypes.Structure):
+    _fields_ = [("code", ctypes.c_int), ("message", ctypes.c_char * 1024)]
+
+
+C_DTYPE = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
+
+
+@pytest.fixture(scope="module", params=[16, 32, 64])
+def library(request, tmp_path_factory):
+    """The loops with vectors of at most so many bytes, as a processor without wider ones runs them."""
+    sources = Path(__file__).resolve().parent.parent / "csrc"
+    target = tmp_path_factory.mktemp("depthwise") / f"depthwise{request.param}.so"
+    names = ["depthwise.c", "depthwise_simd.c", "depthwise_tile.c", "shard.c", "status.c"]
+    flags = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"] if sanitized() else []
+    torch_libraries = Path(torch.__file__).parent / "lib"
+    command = ["gcc", "-std=c11", "-O1", "-g", "-shared", "-fPIC", *flags, f"-DHC_SIMD_BYTES={request.param}"]
+    command += ["-o", str(target), *[str(sources / name) for name in names]]
+    subprocess.run([*command, f"-L{torch_libraries}", "-ltorch_cpu"], check=True)
+    return ctypes.CDLL(str(target))
+
+
+def call(function, *args):
+    status = Status()
+    references = [ctypes.byref(a) if isinstance(a, ctypes.Structure) else a for a in args]
+    assert function(*references, ctypes.byref(status)) == 0, status.message
+
+
+def in_pieces(whole, dim, cuts, origin, lies):
+    """`whole` as a source in pieces that lie apart, each in a memory format of its own; a piece of zeros is missing.
+    Columns count from `origin`. Returns (source, what must stay alive)."""
+    edges = [0, *cuts, whole.shape[2 + dim]]
+    source = Source(dim=dim, bounds=(ctypes.c_int64 * 4)(*[e - origin for e in edges]))
+    source.sizes[:] = whole.shape[2:]
+    kept = []
+    for i in range(3):
+        part = whole.narrow(2 + dim, edges[i], edges[i + 1] - edges[i])
+        if not part.any():
+            continue
+        part = part.contiguous(memory_format=lies[i])
+        kept.append(part)
+        source.base[i] = part.data_ptr()
+        source.strides[i][:] = part.stride()
+    return source, kept
+
+
+def weight_of(tensor):
+    strides = tensor.stride()
+    return Weight(base=tensor.data_ptr(), strides=(ctypes.c_int64 * 4)(strides[0], *strides[2:]))
+
+
+def boxes(shape, dim, cut):
+    """The box of all outputs, cut in two along `dim`."""
+    for begin, end in ((0, cut), (cut, shape[dim])):
+        lo, hi = [0, 0, 0], list(shape)
+        lo[dim], hi[dim] = begin, end
+        yield lo, hi
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_pieces_are_the_assembled_input(library, dim, dtype):
+    """Fails when a window across the edge of a piece reads the wrong column, when a missing piece isn't zeros, or when
+    the outputs of two boxes are not those of one."""
+    rng = random.Random(dim)
+    generator = torch.Generator().manual_seed(dim)
+    for _ in range(6 if sanitized() else 15):
+        channels, stride = rng.choice([3, 16, 21]), [rng.choice([1, 1, 2]) for _ in range(3)]
+        kernel = [rng.choice([1, 3, 5]) for _ in range(3)]
+        dilation = [rng.choice([1, 1, 2]) for _ in range(3)]
+        padding = [rng.choice([0, d * (k // 2)]) for k, d in zip(kernel, dilation, strict=True)]
+        size = [
+            max(5, d * (k - 1) + 1) + rng.choice([0, 3, 8]) for k, d in zip(kernel, dilation, strict=True)
+        ]
+        window = (stride, padding, dilation)
+        x = make(generator, (2, channels, *size), dtype)
+        weight, bias = make(generator, (channels, 1, *kernel), dtype), make(generator, (channels,), dtype)
+        grad = make(generator, (2, channels, *out_size(size, kernel, *window)), dtype)
+        sources, kept = {}, []
+        for name, tensor in (("x", x), ("grad", grad)):
+            n = tensor.shape[2 + dim]
+            cuts = sorted(rng.randint(0, n) for _ in range(2))
+            if rng.random() < 0.4:
+                tensor.narrow(2 + dim, cuts[1], n - cuts[1]).zero_()
+            lies = [rng.choice([torch.contiguous_format, torch.channels_last_3d]) for _ in range(3)]
+            sources[name], parts = in_pieces(tensor, dim, cuts, 0, lies)
+            kept += parts
+        right = exact(x, weight, bias, grad, *window)
+        last = rng.random() < 0.5
+        form = torch.channels_last_3d if last else torch.contiguous_format
+        conv = Conv(dtype=C_DTYPE[dtype], batch=2, channels=channels)
+        conv.kernel[:], conv.stride[:], conv.dilation[:], conv.padding[:] = kernel, stride, dilation, padding
+        out, of_input = (torch.full_like(t, math.nan, memory_format=form) for t in (grad, x))
+        of_weight = torch.full_like(weight, math.nan)
+        what = f"{x.shape} {kernel} {window} {dtype} last={last}"
+        for tensor, of in ((out, "forward"), (of_input, "input_gradient")):
+            shape = tensor.shape[2:]
+            for lo, hi in boxes(shape, dim, rng.randint(0, shape[dim])):
+                target = Target(base=tensor.data_ptr())
+                target.strides[:], target.begin[:], target.end[:] = tensor.stride(), lo, hi
+                if of == "forward":
+                    pointers = ctypes.c_void_p(bias.data_ptr()), ctypes.c_int64(1)
+                    call(
+                        library.hc_depthwise_forward, conv, sources["x"], weight_of(weight), *pointers, target
+                    )
+                else:
+                    call(
+                        library.hc_depthwise_input_gradient, conv, sources["grad"], weight_of(weight), target
+                    )
+        add = False
+        for lo, hi in boxes(grad.shape[2:], dim, rng.randint(0, grad.shape[2 + dim])):
+            bounds = [(ctypes.c_int64 * 3)(*v) for v in (lo, hi)]
+            into = weight_of(of_weight)
+            args = conv, sources["x"], sources["grad"], *bounds, ctypes.c_bool(add), into
+            call(library.hc_depthwise_weight_gradient, *args)
+            add = True
+        for name, got, expected in zip(PASSES, (out, of_input, of_weight), right, strict=True):
+            # the weight gradient is stored twice: the second time with what the second box adds
+            assert_near(got, expected, f"{name} of {what}", roundings=2 if got is of_weight else 1)
+
+
+def test_columns_count_from_the_own_shard(library):
+    """Fails when a halo, whose columns are negative, is not read: a shard in the middle of three, as it is called for."""
+    generator = torch.Generator().manual_seed(0)
+    x = make(generator, (1, 4, 1, 6, 20), torch.float64)
+    weight = make(generator, (4, 1, 1, 3, 5), torch.float64)
+    grad = make(generator, x.shape, torch.float64)
+    window = ([1, 1, 1], [0, 1, 2], [1, 1, 1])
+    own = slice(8, 13)  # halos of 2 on either side
+    out, of_input, _ = exact(x, weight, None, grad, *window)
+    conv = Conv(dtype=C_DTYPE[torch.float64], batch=1, channels=4)
+    conv.kernel[:], conv.stride[:], conv.dilation[:], conv.padding[:] = (
+        (1, 3, 5),
+        *window[0:1],
+        *window[2:],
+        window[1],
+    )
+    lies = [torch.contiguous_format] * 3
+    partial = torch.zeros_like(weight)
+    inside = x[..., own].clone()
+    for what, tensor, right in (("x", x, out), ("grad", grad, of_input)):
+        source, kept = in_pieces(tensor[..., 6:15], 2, [2, 7], 2, lies)
+        got = torch.zeros(1, 4, 1, 6, 5, dtype=torch.float64)
+        target = Target(base=got.data_ptr())
+        target.strides[:], target.end[:] = got.stride(), (1, 6, 5)
+        if what == "x":
+            none = ctypes.c_void_p(None), ctypes.c_int64(0)
+            call(library.hc_depthwise_forward, conv, source, weight_of(weight), *none, target)
+        else:
+            call(library.hc_depthwise_input_gradient, conv, source, weight_of(weight), target)
+            alone, also_kept = in_pieces(inside, 2, [0, 5], 0, lies)
+            bounds = [(ctypes.c_int64 * 3)(*v) for v in ((0, 0, -2), (1, 6, 7))]
+            args = conv, alone, source, *bounds, ctypes.c_bool(False), weight_of(partial)
+            call(library.hc_depthwise_weight_gradient, *args)
+            assert also_kept
+        assert kept
+        assert_near(got, right[..., own], what)
+    only_own = torch.zeros_like(x)
+    only_own[..., own] = inside
+    assert_near(partial, exact(only_own, weight, None, grad, *window)[2], "pairs of own input columns")

@@ -450,7 +450,7 @@ def test_pieces_are_the_assembled_input(library, dim, dtype):
 
 
 def test_columns_count_from_the_own_shard(library):
-    """Fails when a halo, whose columns are negative, is not read: a shard in the middle of three, as it is called for."""
+    """Fails when a halo, whose columns are negative, is not read: a shard in the middle of three."""
     generator = torch.Generator().manual_seed(0)
     x = make(generator, (1, 4, 1, 6, 20), torch.float64)
     weight = make(generator, (4, 1, 1, 3, 5), torch.float64)

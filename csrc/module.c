@@ -4,7 +4,8 @@
  * switch and to see: the convolution's path and, in a test build, faults. Python wraps the plan; users do not import
  * this module.
  *
- * The environment variables HALOCONV_CONV_PATH (auto, general, fast) and HALOCONV_CUDA_LIBRARY are read once, at import.
+ * The environment variables HALOCONV_CONV_PATH (auto, general, fast), HALOCONV_DEPTHWISE (auto, off, on) and
+ * HALOCONV_CUDA_LIBRARY are read once, at import.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -12,6 +13,7 @@
 
 #include "convolution_fast.h"
 #include "device.h"
+#include "depthwise_tensor.h"
 #include "kernels.h"
 #include "plan.h"
 #include "resize.h"
@@ -191,6 +193,25 @@ static PyObject *convolution_path(PyObject *self, PyObject *args) {
   return PyUnicode_FromString(before);
 }
 
+static PyObject *depthwise(PyObject *self, PyObject *args) {
+  const char *before = hc_depthwise_mode(), *name = before;
+  (void)self;
+  if (!PyArg_ParseTuple(args, "|s", &name)) {
+    return NULL;
+  }
+  if (!hc_depthwise_set_mode(name)) {
+    return PyErr_Format(PyExc_ValueError, "name is '%s', expected 'auto', 'off' or 'on'", name);
+  }
+  return PyUnicode_FromString(before);
+}
+
+static PyObject *depthwise_counts(PyObject *self, PyObject *args) {
+  (void)self, (void)args;
+  return Py_BuildValue("{sLsLsL}", "forward", (long long)hc_depthwise_counted(HC_DEPTHWISE_FORWARD),
+                       "input_gradient", (long long)hc_depthwise_counted(HC_DEPTHWISE_OF_INPUT),
+                       "weight_gradient", (long long)hc_depthwise_counted(HC_DEPTHWISE_OF_WEIGHT));
+}
+
 static PyObject *path_counts(PyObject *self, PyObject *args) {
   static const char *const names[HC_COUNTS] = {
       [HC_COUNT_FORWARD_FAST] = "forward_fast",         [HC_COUNT_FORWARD_GENERAL] = "forward_general",
@@ -271,6 +292,13 @@ static PyMethodDef methods[] = {
      "was built with and that of the driver (13000 for 13.0, 0 for none), the architectures"},
     {"cuda_device", cuda_device, METH_VARARGS,
      "cuda_device(index) -> why the kernels don't run on that device, or None"},
+    {"depthwise", depthwise, METH_VARARGS,
+     "depthwise(name=None) -> the mode before. For tests: which depthwise convolutions of CPU tensors "
+     "haloconv's own "
+     "loops run from now on: 'auto', where they are faster than ATen's, 'off', or 'on', wherever they can. "
+     "Initially HALOCONV_DEPTHWISE, or 'auto'."},
+    {"depthwise_counts", depthwise_counts, METH_NOARGS,
+     "depthwise_counts() -> dict. For tests: how many passes those loops have run since the process began."},
 #ifdef HC_FAULTS
     {"fault_arm", fault_arm, METH_VARARGS,
      "fault_arm(n): the n-th checked libtorch call from now on fails; 0: none"},
@@ -293,6 +321,11 @@ PyMODINIT_FUNC PyInit__C(void) {
   if (hc_device_load(&status) != HC_OK) {
     PyErr_SetString(PyExc_ImportError, status.message);
     return NULL;
+  }
+  const char *depthwise_mode = getenv("HALOCONV_DEPTHWISE");
+  if (depthwise_mode != NULL && !hc_depthwise_set_mode(depthwise_mode)) {
+    return PyErr_Format(PyExc_ImportError, "HALOCONV_DEPTHWISE is '%s', expected 'auto', 'off' or 'on'",
+                        depthwise_mode);
   }
   if (hc_kernels_register(&status) != HC_OK) {
     PyErr_Format(PyExc_ImportError, "haloconv could not register its operators with this torch: %s",

@@ -6,6 +6,7 @@
 #include <inttypes.h>
 #include <string.h>
 
+#include "depthwise_tensor.h"
 #include "shard.h"
 #include "stable.h"
 
@@ -316,6 +317,10 @@ hc_code hc_tensor_convolution(AtenTensorHandle input, AtenTensorHandle weight, A
     forward_fn call;
   } function = {.call = aoti_torch_cpu_convolution};
   const int64_t n = params->nspatial;
+  HC_TRY(hc_depthwise_try_forward(input, weight, bias, params, out, status));
+  if (*out != NULL) {
+    return HC_OK;
+  }
   HC_TRY(choose("aoti_torch_cuda_convolution", input, &function.pointer, status));
   HC_TRY_TORCH(status, function.call(input, weight, bias == NULL ? NULL : &bias, params->stride, n,
                                      params->padding, n, params->dilation, n, params->transposed,
@@ -333,20 +338,31 @@ hc_code hc_tensor_convolution_backward(AtenTensorHandle grad_output, AtenTensorH
     backward_fn call;
   } function = {.call = aoti_torch_cpu_convolution_backward};
   const int64_t n = params->nspatial;
+  AtenTensorHandle of_input = NULL, of_weight = NULL, no_bias = NULL;
+  HC_TRY(hc_depthwise_try_backward(grad_output, input, weight, params, need_input, need_weight, grad_input,
+                                   grad_weight, status));
+  need_input = need_input && *grad_input == NULL;
+  need_weight = need_weight && *grad_weight == NULL;
+  if (!need_input && !need_weight) {
+    return HC_OK;
+  }
   const int32_t mask[3] = {need_input, need_weight, false};
-  AtenTensorHandle no_bias = NULL;
   HC_TRY(choose("aoti_torch_cuda_convolution_backward", input, &function.pointer, status));
   HC_TRY_TORCH(status, function.call(grad_output, input, weight, NULL, 0, params->stride, n, params->padding,
                                      n, params->dilation, n, params->transposed, params->output_padding, n,
-                                     params->groups, mask, 3, grad_input, grad_weight, &no_bias));
+                                     params->groups, mask, 3, &of_input, &of_weight, &no_bias));
   /* What wasn't asked for comes back as a handle of an undefined tensor. */
-  if (!need_input) {
-    hc_tensor_free(grad_input);
+  if (need_input) {
+    *grad_input = of_input;
+    of_input = NULL;
   }
-  if (!need_weight) {
-    hc_tensor_free(grad_weight);
+  if (need_weight) {
+    *grad_weight = of_weight;
+    of_weight = NULL;
   }
 done:
+  hc_tensor_free(&of_input);
+  hc_tensor_free(&of_weight);
   hc_tensor_free(&no_bias);
   return status->code;
 }

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
 
+from . import _C
 from ._check import on_rank
 
 HEADER_BYTES, CHUNK_BYTES = 32, 1 << 20  # HC_HEADER_BYTES and HC_CHUNK_BYTES in csrc/transport.h
@@ -43,6 +44,7 @@ _library = torch.library.Library("haloconv", "FRAGMENT")
 _library.define("_post(Tensor[] send, int[] to, Tensor[] recv, int[] source, int[] group, int[] op) -> int")
 _library.define("_wait(int ticket) -> ()")
 _library.define("_report(int[] group, int[] message) -> ()")
+_library.define("_connect(int[] group, int device) -> int")
 
 
 class _Statistics:
@@ -71,6 +73,8 @@ class _Channel:
         self._group = weakref.ref(group)  # its own key in _channels
         self.epoch = 0
         self.next_exchange = 0
+        self.connects = 0  # in this epoch
+        self.uses_c10d = False  # for tensors on a device: the ranks have agreed (_nccl.py)
         # By peer, oldest first: (epoch, exchange, work, buffer) of sends, and (epoch, work, buffer) of reports.
         self.sends = collections.defaultdict(collections.deque)
         self.reports = collections.defaultdict(lambda: collections.deque(maxlen=_MAX_REPORTS))
@@ -227,6 +231,13 @@ def _store_key(channel, rank):
     return f"haloconv/{channel.group.group_name}/{rank}"
 
 
+def failed_key(channel, epoch):
+    """Where the ranks of a group leave word that one of them failed: for those that wait for a device, not for a
+    message (_nccl.py)."""
+    first = dist.get_process_group_ranks(channel.group)[0]
+    return f"haloconv/{channel.group.group_name}/{first}/{epoch}/failed"
+
+
 def _reported(channel, peer):
     try:
         return _get_default_store().get(_store_key(channel, peer)).decode()
@@ -241,9 +252,10 @@ def report(group_name, message):
             channel = _channel(group_name)
             group, tag, epoch = channel.group, channel.tag, channel.epoch
             channel.epoch += 1
-            channel.next_exchange = 0
+            channel.next_exchange = channel.connects = 0
         rank = dist.get_rank(group)
         _get_default_store().set(_store_key(channel, rank), message)
+        _get_default_store().set(failed_key(channel, epoch), f"rank {rank} reported: {message}")
         for peer in range(dist.get_world_size(group)):
             if peer != rank and dist.get_backend(group) == "gloo":
                 buffer = torch.empty(HEADER_BYTES, dtype=torch.uint8)
@@ -297,9 +309,14 @@ def comm_stats():
         part in, ``seconds`` spent posting and waiting, and ``by_op`` with the same numbers for each operation. Bytes of
         an all-reduce are those of its tensor.
     """
+    for op, messages, sent, exchanges, seconds in _C.nccl_counts():
+        kind = "all_reduces" if op == "all_reduce" else "exchanges"
+        statistics.add(op, messages=messages, bytes=sent, seconds=seconds, **{kind: exchanges})
+    _C.nccl_reset_counts()
     return statistics.totals()
 
 
 def reset_comm_stats():
     """Sets all counters to zero."""
     statistics.by_op.clear()
+    _C.nccl_reset_counts()

@@ -73,14 +73,14 @@ static PyObject *nccl_is_connected(PyObject *self, PyObject *args) {
   return PyBool_FromLong(hc_comm_find(group, device) != NULL);
 }
 
-static PyObject *nccl_break(PyObject *self, PyObject *args) {
+static PyObject *nccl_warn(PyObject *self, PyObject *args) {
   const char *group, *reason;
-  long long generation;
+  long long generation, last_good;
   (void)self;
-  if (!PyArg_ParseTuple(args, "sLs", &group, &generation, &reason)) {
+  if (!PyArg_ParseTuple(args, "sLLs", &group, &generation, &last_good, &reason)) {
     return NULL;
   }
-  hc_comm_break(group, generation, reason);
+  hc_comm_warn(group, generation, last_good, reason);
   Py_RETURN_NONE;
 }
 
@@ -100,9 +100,9 @@ static PyObject *nccl_close_failed(PyObject *self, PyObject *args) {
     return NULL;
   }
   PyThreadState *state = PyEval_SaveThread();
-  hc_comm_close_failed(group);
+  const int64_t posted = hc_comm_close_failed(group);
   PyEval_RestoreThread(state);
-  Py_RETURN_NONE;
+  return PyLong_FromLongLong((long long)posted);
 }
 
 static PyObject *nccl_destroy(PyObject *self, PyObject *args) {
@@ -152,12 +152,12 @@ PyMethodDef hc_transport_methods[] = {
     {"nccl_connect", nccl_connect, METH_VARARGS,
      "nccl_connect(group, generation, device, rank, world, id, timeout_s). Collective: makes the communicator"},
     {"nccl_is_connected", nccl_is_connected, METH_VARARGS, "nccl_is_connected(group, device) -> bool"},
-    {"nccl_break", nccl_break, METH_VARARGS,
-     "nccl_break(group, generation, reason): what uses the communicators fails with the reason"},
+    {"nccl_warn", nccl_warn, METH_VARARGS,
+     "nccl_warn(group, generation, last_good, reason): exchanges after that number fail with the reason"},
     {"nccl_watch", nccl_watch, METH_NOARGS,
      "nccl_watch() -> the names of the groups with something in flight, joined with commas"},
     {"nccl_close_failed", nccl_close_failed, METH_VARARGS,
-     "nccl_close_failed(group): aborts its communicators; the ranks connect anew"},
+     "nccl_close_failed(group) -> how many exchanges it had posted. Aborts it; the ranks connect anew"},
     {"nccl_destroy", nccl_destroy, METH_VARARGS,
      "nccl_destroy(group=None): ends the communicators of a group, or all, newest first"},
     {"nccl_counts", nccl_counts, METH_NOARGS,

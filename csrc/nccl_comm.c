@@ -41,23 +41,32 @@ static bool is_named(const hc_comm *comm, const char *group) {
 static void break_locked(hc_comm *comm, const char *reason) {
   if (!comm->broken) {
     comm->broken = true;
-    (void)snprintf(comm->reason, sizeof comm->reason, "%s", reason);
+    if (!comm->warned) { /* else the reason is the peer's */
+      (void)snprintf(comm->reason, sizeof comm->reason, "%s", reason);
+    }
   }
 }
 
-void hc_comm_break(const char *group, int64_t generation, const char *reason) {
+void hc_comm_warn(const char *group, int64_t generation, int64_t last_good, const char *reason) {
   (void)pthread_mutex_lock(&table);
   for (hc_comm *comm = comms; comm != NULL; comm = comm->next) {
-    if (is_named(comm, group) && comm->generation == generation) {
-      break_locked(comm, reason);
+    if (is_named(comm, group) && comm->generation == generation && !comm->broken && !comm->warned) {
+      comm->warned = true;
+      comm->last_good = last_good;
+      (void)snprintf(comm->reason, sizeof comm->reason, "%s", reason);
     }
   }
   (void)pthread_mutex_unlock(&table);
 }
 
-hc_code hc_comm_check(hc_comm *comm, int64_t serial, hc_status *status) {
+/* `table` is held. */
+static bool is_hopeless(const hc_comm *comm, int64_t number) {
+  return comm->broken || (comm->warned && number > comm->last_good);
+}
+
+hc_code hc_comm_check(hc_comm *comm, int64_t serial, int64_t number, hc_status *status) {
   (void)pthread_mutex_lock(&table);
-  if (comm->broken) {
+  if (is_hopeless(comm, number)) {
     (void)hc_fail(status, HC_ERROR_TORCH, "%s", comm->reason);
   } else if (comm->serial != serial) {
     (void)hc_fail(status, HC_ERROR_TORCH, "the group's communicator was closed during an exchange");
@@ -87,7 +96,7 @@ hc_code hc_comm_settle(hc_comm *comm, const char *what, hc_status *status) {
     if (state != ncclInProgress) {
       break;
     }
-    HC_TRY(hc_comm_check(comm, comm->serial, status));
+    HC_TRY(hc_comm_check(comm, comm->serial, comm->exchanges + 1, status));
     if (hc_clock() > deadline) {
       char text[HC_MESSAGE_SIZE];
       say_stuck(api, comm, what, text, sizeof text);
@@ -101,15 +110,50 @@ done:
   return status->code;
 }
 
+/* Whether the device is through with it, or has been stopped. `table` is held. Another thread may be capturing a graph,
+ * which a query in the usual mode would spoil. */
+static bool is_through(const hc_nccl_api *api, const hc_comm *comm, const hc_flight *flight) {
+  enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  if (comm->comm == NULL || comm->serial != flight->serial) {
+    return true;
+  }
+  (void)api->cudaThreadExchangeStreamCaptureMode(&mode);
+  const cudaError_t state = api->cudaEventQuery(flight->done);
+  (void)api->cudaThreadExchangeStreamCaptureMode(&mode);
+  if (state != cudaSuccess) {
+    (void)api->cudaGetLastError();
+  }
+  return state == cudaSuccess;
+}
+
+/* Lets what is in flight finish, as long as there is hope, and not for ever. */
+static void let_finish(const hc_nccl_api *api, hc_comm *comm) {
+  const double deadline = hc_clock() + FAREWELL_S;
+  int64_t round = 0;
+  bool going = true;
+  while (going && hc_clock() < deadline) {
+    (void)pthread_mutex_lock(&table);
+    going = comm->newest != NULL && comm->oldest != NULL && !is_hopeless(comm, comm->newest->number) &&
+            !is_through(api, comm, comm->newest);
+    (void)pthread_mutex_unlock(&table);
+    if (going) {
+      pause_a_little(&round);
+    }
+  }
+}
+
 void hc_comm_abort(hc_comm *comm, bool capturing, const hc_status *status) {
   const hc_nccl_api *api = NULL;
   hc_status ignored = {HC_OK, ""};
-  if (hc_nccl_api_get(&api, &ignored) == HC_OK && comm->comm != NULL) {
-    (void)api->ncclCommAbort(comm->comm);
-    comm->comm = NULL;
-  }
-  if (api != NULL && !capturing) { /* nothing runs during a capture */
-    (void)hc_check_cuda(api, &ignored, api->cudaStreamSynchronize(comm->stream), "cudaStreamSynchronize");
+  if (hc_nccl_api_get(&api, &ignored) == HC_OK) {
+    if (comm->comm != NULL) {
+      let_finish(api, comm);
+      (void)api->ncclCommAbort(comm->comm);
+      comm->comm = NULL;
+    }
+    if (!capturing) { /* nothing runs during a capture */
+      (void)hc_check_cuda(api, &ignored, api->cudaStreamSynchronize(comm->stream), "cudaStreamSynchronize");
+    }
   }
   (void)pthread_mutex_lock(&table);
   break_locked(comm, status->message);
@@ -158,7 +202,7 @@ static hc_comm *new_entry(const char *group, int64_t generation, int32_t device,
     (void)snprintf(entry->group, sizeof entry->group, "%s", group);
     entry->device = device;
     entry->generation = generation;
-    entry->broken = false;
+    entry->broken = entry->warned = false;
     entry->exchanges = 0;
     entry->number = ++made;
   }
@@ -293,22 +337,6 @@ void hc_flight_waited(hc_flight *flight) {
   (void)pthread_mutex_unlock(&table);
 }
 
-/* Whether the device is through with it. `table` is held. Another thread may be capturing a graph, which a query in the
- * usual mode would spoil. */
-static bool is_through(const hc_nccl_api *api, const hc_comm *comm, const hc_flight *flight) {
-  enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-  if (comm->comm == NULL || comm->serial != flight->serial) {
-    return true; /* aborted, and so ended */
-  }
-  (void)api->cudaThreadExchangeStreamCaptureMode(&mode);
-  const cudaError_t state = api->cudaEventQuery(flight->done);
-  (void)api->cudaThreadExchangeStreamCaptureMode(&mode);
-  if (state != cudaSuccess) {
-    (void)api->cudaGetLastError();
-  }
-  return state == cudaSuccess;
-}
-
 void hc_comm_retire(hc_comm *comm) {
   const hc_nccl_api *api = NULL;
   hc_status ignored = {HC_OK, ""};
@@ -350,7 +378,7 @@ static void look_after(const hc_nccl_api *api, hc_comm *comm) {
   } else if (late != NULL && hc_clock() > late->deadline && !is_through(api, comm, late)) {
     say_stuck(api, comm, late->what, text, sizeof text);
   }
-  if (text[0] != '\0') {
+  if (text[0] != '\0' || (late != NULL && is_hopeless(comm, late->number) && !is_through(api, comm, late))) {
     break_locked(comm, text);
   }
   const bool broken = comm->broken;
@@ -392,22 +420,25 @@ void hc_comm_watch(char *busy, size_t room) {
 
 /* ---- the end ---- */
 
-void hc_comm_close_failed(const char *group) {
+int64_t hc_comm_close_failed(const char *group) {
   const hc_nccl_api *api = NULL;
   hc_status failure = {HC_OK, ""};
+  int64_t posted = 0;
   if (hc_nccl_api_get(&api, &failure) != HC_OK) {
-    return;
+    return 0;
   }
   (void)hc_fail(&failure, HC_ERROR_TORCH, "the communicator was given up after an error");
   hc_comm_lock_order();
   for (hc_comm *comm = comms; comm != NULL; comm = comm->next) {
     if (is_named(comm, group)) {
+      posted = comm->exchanges;
       hc_comm_abort(comm, false, &failure);
       release_entry(comm);
       hc_comm_retire(comm);
     }
   }
   hc_comm_unlock_order();
+  return posted;
 }
 
 /* Finalizes, which lets what is in flight finish, and destroys; aborts what does not come to an end. */

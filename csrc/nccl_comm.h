@@ -9,7 +9,7 @@
  * group's store; and a thread (python/haloconv/_transport.py) that calls hc_comm_watch now and then, while something is
  * in flight, and looks for such word. The watch also sees NCCL's own errors and exchanges that take longer than the
  * group's timeout. Any of these *breaks* the communicator: it is aborted, which ends its kernels, and the next post
- * or wait on it fails with the reason. What the device has computed from halos that never came is of no use then; nothing
+ * or wait on it fails with the reason. The word of a peer says how many exchanges it had posted: up to there all is well. What the device has computed from halos that never came is of no use then; nothing
  * of haloconv on that group succeeds before the failure was raised. The op that raises closes the communicator, and the
  * ranks make a new one when they next meet.
  *
@@ -30,6 +30,7 @@ enum { HC_GROUP_NAME_SIZE = 128, HC_WHAT_SIZE = 192 };
 typedef struct hc_flight {
   struct hc_comm *comm;
   int64_t serial; /* of comm, at the post */
+  int64_t number; /* of the exchange, from 1 */
   int32_t device;
   cudaStream_t current;   /* the caller's stream */
   cudaEvent_t ready;      /* the caller's stream has filled the buffers */
@@ -48,11 +49,14 @@ typedef struct hc_comm {
   int64_t number; /* in the order of making */
   int64_t serial; /* grows when the entry is closed */
   int64_t generation; /* Python's epoch of the group */
-  int64_t rank, world, exchanges;
+  int64_t rank, world;
+  int64_t exchanges; /* posted, also those without a message of this rank */
   double timeout_s;
   ncclComm_t comm; /* NULL: given up */
   cudaStream_t stream;
-  bool broken;
+  bool broken;    /* nothing goes on */
+  bool warned;    /* a peer has failed: what comes after exchange `last_good` does not go on */
+  int64_t last_good;
   char reason[HC_MESSAGE_SIZE];
   hc_flight *oldest, *newest; /* in flight */
   struct hc_comm *next;
@@ -69,21 +73,22 @@ hc_code hc_comm_connect(const char *group, int64_t generation, int32_t device, i
 /* NULL where there is none. */
 hc_comm *hc_comm_find(const char *group, int32_t device);
 
-/* Fails with the reason, if the communicator is broken or no longer the one of `serial`. */
-hc_code hc_comm_check(hc_comm *comm, int64_t serial, hc_status *status);
+/* Fails with the reason, if exchange `number` cannot go on, or the communicator is no longer the one of `serial`. */
+hc_code hc_comm_check(hc_comm *comm, int64_t serial, int64_t number, hc_status *status);
 /* After a call that may return ncclInProgress: until it is through, failed, or timed out. `order` is held. */
 hc_code hc_comm_settle(hc_comm *comm, const char *what, hc_status *status);
 /* Gives up the communicator, because of what `status` says, and returns when its stream does nothing more with any
- * buffer. `order` is held. */
+ * buffer. Exchanges that were posted before may finish first, for the peers need them. `order` is held. */
 void hc_comm_abort(hc_comm *comm, bool capturing, const hc_status *status);
 
-/* Marks as broken, from any thread; the first reason stays. */
-void hc_comm_break(const char *group, int64_t generation, const char *reason);
+/* A peer failed after it had posted `last_good` exchanges: the later ones break, with the reason. From any thread. */
+void hc_comm_warn(const char *group, int64_t generation, int64_t last_good, const char *reason);
 /* Looks after all communicators, from a thread that may wait for nothing. The names of the groups that have something
  * in flight, with commas. */
 void hc_comm_watch(char *busy, size_t room);
-/* Aborts and forgets the communicators of a group that failed: the ranks connect anew. */
-void hc_comm_close_failed(const char *group);
+/* Aborts and forgets the communicator of a group that failed: the ranks connect anew. Returns how many exchanges it had
+ * posted, for hc_comm_warn on the other ranks. */
+int64_t hc_comm_close_failed(const char *group);
 /* The end of a group, or, NULL, of all, in order: newest first. What is in flight is let finish, for a while. */
 void hc_comm_destroy(const char *group);
 

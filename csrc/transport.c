@@ -123,7 +123,4 @@ done:
   return status->code;
 }
 
-void hc_transport_report(const char *group, const char *message) {
-  hc_comm_close_failed(group);
-  hc_c10d_report(group, message);
-}
+void hc_transport_report(const char *group, const char *message) { hc_c10d_report(group, message); }

@@ -95,7 +95,7 @@ static hc_code describe(hc_flight *flight, const hc_comm *comm, const hc_message
   (void)snprintf(flight->what, sizeof flight->what,
                  "exchange %" PRId64 " (%.32s) of rank %" PRId64 " with ranks [%s], %" PRId64
                  " bytes to send and %" PRId64 " to receive,",
-                 comm->exchanges, op, comm->rank, peers, bytes[1], bytes[0]);
+                 flight->number, op, comm->rank, peers, bytes[1], bytes[0]);
   *sent = bytes[1];
 done:
   return status->code;
@@ -144,9 +144,9 @@ hc_code hc_nccl_post(hc_comm *comm, const hc_messages *sends, const hc_messages 
   *out = NULL;
   hc_comm_lock_order();
   HC_TRY(hc_nccl_api_get(&api, status));
-  HC_TRY(hc_comm_check(comm, comm->serial, status));
-  ++comm->exchanges;
+  HC_TRY(hc_comm_check(comm, comm->serial, comm->exchanges + 1, status));
   if (nbuffers == 0) {
+    ++comm->exchanges;
     goto done;
   }
   HC_TRY_CUDA(api, status, cudaGetDevice(&before));
@@ -161,6 +161,7 @@ hc_code hc_nccl_post(hc_comm *comm, const hc_messages *sends, const hc_messages 
   HC_TRY(hc_flight_new(comm->device, &flight, status));
   flight->comm = comm;
   flight->serial = comm->serial;
+  flight->number = comm->exchanges + 1;
   flight->current = current;
   flight->captured = capturing;
   flight->deadline = started + comm->timeout_s;
@@ -179,6 +180,7 @@ hc_code hc_nccl_post(hc_comm *comm, const hc_messages *sends, const hc_messages 
   if (!capturing) {
     hc_flight_add(flight);
   }
+  ++comm->exchanges;
   *out = flight;
   flight = NULL;
 done:
@@ -211,7 +213,7 @@ done:
     hc_comm_abort(comm, flight->captured, &waiting); /* nothing is in flight any more */
     hc_comm_unlock_order();
   } else {
-    (void)hc_comm_check(comm, flight->serial, status);
+    (void)hc_comm_check(comm, flight->serial, flight->number, status);
   }
   for (int64_t i = 0; i < flight->nheld; ++i) {
     hc_tensor_free(&flight->held[i]);

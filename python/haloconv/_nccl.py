@@ -55,7 +55,7 @@ def _read_timeout():
 _mode = _read_mode()
 _timeout = _read_timeout()
 _watch = None
-_connected = {}  # group name: (weak reference to the group, its channel's weak reference)
+_connected = {}  # group name: weak reference to its channel
 
 
 def _backend(group):
@@ -109,7 +109,7 @@ class _Meeting:
         pause = 0.0005
         while not self.store.check([f"{self.prefix}/{key}"]):
             if self.store.check([self.failed]):
-                raise RuntimeError(self.store.get(self.failed).decode())
+                raise RuntimeError(self.store.get(self.failed).decode().partition(" ")[2])
             if time.monotonic() > self.deadline:
                 raise RuntimeError(
                     f"{whom} of group '{self.group.group_name}' did not come to set up NCCL within {self.limit:g} s"
@@ -197,12 +197,13 @@ class _Watch(threading.Thread):
             epoch = channel.epoch
             key = _transport.failed_key(channel, epoch)
             if self.store.check([key]):
-                _C.nccl_break(name, epoch, self.store.get(key).decode())
+                posted, _, reason = self.store.get(key).decode().partition(" ")
+                _C.nccl_warn(name, epoch, int(posted), reason)
                 _C.nccl_watch()  # aborts it
         for name, reference in list(_connected.items()):
             channel = reference()
             if channel is None or not _is_alive(name, channel.group):
-                _end(name)
+                _end(name, reference)
 
 
 def _is_alive(name, group):
@@ -215,17 +216,18 @@ def _is_alive(name, group):
 def _look_after(channel):
     global _watch
     group = channel.group
-    if group.group_name not in _connected:
-        weakref.finalize(group, _end, group.group_name).atexit = False
-    _connected[group.group_name] = weakref.ref(channel)
+    if _connected.get(group.group_name, lambda: None)() is not channel:
+        _connected[group.group_name] = reference = weakref.ref(channel)
+        weakref.finalize(group, _end, group.group_name, reference).atexit = False
     if _watch is None or not _watch.is_alive():
         _watch = _Watch()
         _watch.start()
 
 
-def _end(name):
-    """The process group is gone."""
-    if _connected.pop(name, None) is not None:
+def _end(name, reference):
+    """The process group is gone, and not replaced by another of its name."""
+    if _connected.get(name) is reference:
+        del _connected[name]
         _C.nccl_destroy(name)
 
 

@@ -233,7 +233,7 @@ def _store_key(channel, rank):
 
 def failed_key(channel, epoch):
     """Where the ranks of a group leave word that one of them failed: for those that wait for a device, not for a
-    message (_nccl.py)."""
+    message (_nccl.py). How many exchanges it had posted there, and a sentence."""
     first = dist.get_process_group_ranks(channel.group)[0]
     return f"haloconv/{channel.group.group_name}/{first}/{epoch}/failed"
 
@@ -248,6 +248,7 @@ def _reported(channel, peer):
 def report(group_name, message):
     """Ends the epoch of a group. Never raises: it runs while another error is on its way."""
     try:
+        posted = _C.nccl_close_failed(group_name)
         with _lock:
             channel = _channel(group_name)
             group, tag, epoch = channel.group, channel.tag, channel.epoch
@@ -255,7 +256,7 @@ def report(group_name, message):
             channel.next_exchange = channel.connects = 0
         rank = dist.get_rank(group)
         _get_default_store().set(_store_key(channel, rank), message)
-        _get_default_store().set(failed_key(channel, epoch), f"rank {rank} reported: {message}")
+        _get_default_store().set(failed_key(channel, epoch), f"{posted} rank {rank} reported: {message}")
         for peer in range(dist.get_world_size(group)):
             if peer != rank and dist.get_backend(group) == "gloo":
                 buffer = torch.empty(HEADER_BYTES, dtype=torch.uint8)

@@ -2,8 +2,8 @@
  *
  * Tensors on the CPU play the device's memory. What ATen and the C core do with them runs at once, on the host: that is
  * the *current stream*. Any other stream is a queue, whose work runs as late as possible: when the current stream, or
- * the host, is made to wait for it. With an odd HALOCONV_FAKE_SEED a thread runs it too, at moments of its own. What
- * two streams do is ordered only by events that are recorded and waited for; the stand-in keeps that order as vector
+ * the host, is made to wait for it, or after a twentieth of a second; with an odd HALOCONV_FAKE_SEED also at any moment
+ * before that. What two streams do is ordered only by events that are recorded and waited for; the stand-in keeps that order as vector
  * clocks, and does what is not ordered in the worst way:
  *
  * - memory that a receive is going to write holds garbage from the moment it is queued until it has run;
@@ -34,6 +34,7 @@ typedef struct fake_op {
   cudaEvent_t event;
   int64_t version; /* of the event */
   fake_group *group;
+  double queued; /* when */
   struct fake_op *next;
 } fake_op;
 

@@ -16,7 +16,8 @@ static pthread_once_t once = PTHREAD_ONCE_INIT;
 static struct CUstream_st streams[STREAMS];
 static int nstreams = 1;
 static int64_t events_alive;
-static int capturing;
+static int capturing, eager;
+static const double LATE_S = 0.05;
 static uint32_t seed;
 static __thread enum cudaStreamCaptureMode thread_mode;
 static __thread int64_t calls_until_fault, calls;
@@ -86,9 +87,10 @@ static void set_up(void) {
   const char *text = getenv("HALOCONV_FAKE_SEED");
   const int number = text == NULL ? 0 : atoi(text);
   pthread_t thread;
+  eager = number % 2;
   seed = (uint32_t)number * 2654435761u;
   streams[0].clock[0] = 1;
-  if (number % 2 != 0 && pthread_create(&thread, NULL, run_now_and_then, NULL) == 0) {
+  if (pthread_create(&thread, NULL, run_now_and_then, NULL) == 0) {
     (void)pthread_detach(thread);
   }
   void (**free_hook)(const void *, size_t) = dlsym(RTLD_DEFAULT, "fake_memory_on_free");
@@ -233,6 +235,7 @@ void fake_queue(cudaStream_t stream, fake_op op) {
   }
   *copy = op;
   copy->next = NULL;
+  copy->queued = fake_now();
   if (stream->last == NULL) {
     stream->first = copy;
   } else {
@@ -244,14 +247,15 @@ void fake_queue(cudaStream_t stream, fake_op op) {
   }
 }
 
-/* The device that does not wait to be asked. */
+/* The device does not wait for ever to be asked; with an odd seed, not at all. */
 static void *run_now_and_then(void *unused) {
   (void)unused;
   for (;;) {
     fake_lock();
     const struct timespec pause = {0, 1000 * (long)(1 + fake_random(1000))};
     for (int i = 1; i < nstreams; ++i) {
-      if (streams[i].first != NULL && !streams[i].running && fake_random(2) == 0) {
+      const double waits = streams[i].first == NULL ? 0 : fake_now() - streams[i].first->queued;
+      if (streams[i].first != NULL && !streams[i].running && (waits > LATE_S || (eager && fake_random(2) == 0))) {
         fake_run_all(&streams[i]);
       }
     }
@@ -301,7 +305,7 @@ EXPORT cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
          ++stream->clock[stream->id];
        } memcpy(event->clock, stream->clock, sizeof event->clock);
        event->stream = stream; ++event->recorded;
-       fake_queue(stream, (fake_op){OP_RECORD, event, event->recorded, NULL, NULL}););
+       fake_queue(stream, (fake_op){.kind = OP_RECORD, .event = event, .version = event->recorded}););
 }
 
 EXPORT cudaError_t cudaEventQuery(cudaEvent_t event) {
@@ -319,7 +323,7 @@ EXPORT cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, u
   (void)flags;
   CALL(
       "cudaStreamWaitEvent", merge(stream->clock, event->clock); if (event->recorded > 0) {
-        fake_queue(stream, (fake_op){OP_WAIT, event, event->recorded, NULL, NULL});
+        fake_queue(stream, (fake_op){.kind = OP_WAIT, .event = event, .version = event->recorded});
       } if (stream->id == 0) {
         on_allocation(); /* it goes on and does something */
       });

@@ -159,7 +159,7 @@ static void queue_pending(ncclComm_t comm) {
   while (comm->pending != NULL) {
     fake_group *group = comm->pending;
     comm->pending = group->next;
-    fake_queue(group->stream, (fake_op){OP_GROUP, NULL, 0, group, NULL});
+    fake_queue(group->stream, (fake_op){.kind = OP_GROUP, .group = group});
   }
 }
 

@@ -143,7 +143,60 @@ static PyObject *nccl_reset_counts(PyObject *self, PyObject *args) {
   Py_RETURN_NONE;
 }
 
+#ifdef HC_FAULTS
+/* Posts a message of `bytes` to the next rank and a receive from the one before, forgets its own references, and waits.
+ * Returns the bytes received, of which there is a reference left only in the transport until then. */
+static PyObject *fault_forgetful_exchange(PyObject *self, PyObject *args) {
+  const char *group;
+  long long rank, world, bytes;
+  hc_status status = {HC_OK, ""};
+  hc_messages sends = {0, NULL}, recvs = {0, NULL};
+  hc_request request = {0, NULL};
+  AtenTensorHandle received = NULL;
+  PyObject *result = NULL;
+  void *data = NULL;
+  (void)self;
+  if (!PyArg_ParseTuple(args, "sLLL", &group, &rank, &world, &bytes)) {
+    return NULL;
+  }
+  hc_shape like = {.ndim = 1,
+                   .sizes = {bytes},
+                   .strides = {1},
+                   .dtype = aoti_torch_dtype_uint8(),
+                   .device_type = aoti_torch_device_type_cpu()};
+  PyThreadState *state = PyEval_SaveThread();
+  HC_TRY(hc_messages_init(&sends, 1, &status));
+  HC_TRY(hc_messages_init(&recvs, 1, &status));
+  HC_TRY(hc_transport_buffer(bytes, false, &like, &sends.items[0].buffer, &status));
+  sends.items[0].peer = (rank + 1) % world;
+  sends.count = 1;
+  HC_TRY(hc_transport_buffer(bytes, true, &like, &recvs.items[0].buffer, &status));
+  recvs.items[0].peer = (rank + world - 1) % world;
+  recvs.count = 1;
+  HC_TRY_TORCH(&status, aoti_torch_get_data_ptr(sends.items[0].buffer, &data));
+  memset(data, (int)rank + 1, (size_t)bytes);
+  HC_TRY(hc_tensor_share(recvs.items[0].buffer, &received, &status));
+  HC_TRY(hc_transport_post(group, &like, &sends, &recvs, "forgetful", &request, &status));
+  hc_messages_free(&sends);
+  HC_TRY(hc_transport_wait(&request, &status));
+  HC_TRY_TORCH(&status, aoti_torch_get_data_ptr(received, &data));
+done:
+  (void)hc_transport_wait(&request, &status);
+  PyEval_RestoreThread(state);
+  result = status.code == HC_OK ? PyBytes_FromStringAndSize(data, (Py_ssize_t)bytes) : raise(&status);
+  hc_messages_free(&sends);
+  hc_messages_free(&recvs);
+  hc_tensor_free(&received);
+  return result;
+}
+#endif
+
 PyMethodDef hc_transport_methods[] = {
+#ifdef HC_FAULTS
+    {"fault_forgetful_exchange", fault_forgetful_exchange, METH_VARARGS,
+     "fault_forgetful_exchange(group, rank, world, bytes) -> bytes. A ring; the buffer that is sent is freed "
+     "between post and wait"},
+#endif
     {"nccl_version", nccl_version, METH_NOARGS,
      "nccl_version() -> int. Of the NCCL that torch has loaded; RuntimeError says why it cannot be used"},
     {"fake_device", fake_device, METH_NOARGS,

@@ -13,7 +13,8 @@ has been received, ``_report`` tells the group that this rank failed. Their bodi
 * Sends are not waited for: their buffers live until a later message of the receiver proves that it has them. So a
   rank that only sends cannot be stalled by a receiver that failed either.
 
-Headers are not read on devices where that would stop the host; there the backend's own error handling applies.
+Headers are not read on devices where that would stop the host; there the backend's own error handling applies. A
+backend that has no way from device to device, gloo, goes through pinned host memory (_staging.py), with headers.
 
 What is counted for `comm_stats` is counted here, where it happens.
 """
@@ -30,10 +31,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
 
-from . import _C
+from . import _C, _staging
 from ._check import on_rank
+from ._staging import CHUNK_BYTES, HEADER_BYTES
 
-HEADER_BYTES, CHUNK_BYTES = 32, 1 << 20  # HC_HEADER_BYTES and HC_CHUNK_BYTES in csrc/transport.h
 _REPORT = -1  # in place of an exchange's number
 _FIRST_TAG = 0x48430000  # keeps haloconv's messages apart from a user's own send and recv on the same group
 _MAX_REPORTS = 16  # per peer
@@ -107,7 +108,8 @@ class _Channel:
             work.wait()
 
 
-_Ticket = collections.namedtuple("_Ticket", "channel epoch exchange op checked works recvs peers sends")
+# targets: where what was received in host memory goes to on a device, or None.
+_Ticket = collections.namedtuple("_Ticket", "channel epoch exchange op checked works recvs peers sends targets")
 
 statistics = _Statistics()
 _channels = weakref.WeakKeyDictionary()
@@ -164,6 +166,9 @@ def _post(send, to, recv, source, group_name, op):
     with _lock:
         channel = _channel(group_name)
         exchange, channel.next_exchange = channel.next_exchange, channel.next_exchange + 1
+        targets = None
+        if _staging.is_needed((*send, *recv), channel.group):
+            send, recv, targets = _staging.to_host(send), _staging.rooms(recv), recv
         on_cpu = all(buffer.device.type == "cpu" for buffer in (*send, *recv))
         if on_cpu:
             for buffer in send:
@@ -178,7 +183,7 @@ def _post(send, to, recv, source, group_name, op):
                 channel.hold(peer, exchange, work, chunk)
             works = works[: len(receives)]
         ticket = next(_ticket_numbers)
-        _tickets[ticket] = _Ticket(channel, channel.epoch, exchange, op, on_cpu, works, recv, source, send)
+        _tickets[ticket] = _Ticket(channel, channel.epoch, exchange, op, on_cpu, works, recv, source, send, targets)
         statistics.add(
             op,
             messages=len(send),
@@ -205,6 +210,8 @@ def _wait(ticket_number):
                 ticket.channel.release(peer, ticket.epoch, ticket.exchange)
         for work in works:
             work.wait()
+        if ticket.targets is not None:
+            _staging.to_device(ticket.recvs, ticket.targets)
     except RuntimeError as error:
         raise RuntimeError(
             f"exchange {ticket.exchange} ({ticket.op}) with ranks {ticket.peers} of group "

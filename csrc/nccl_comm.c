@@ -389,6 +389,16 @@ static void look_after(const hc_nccl_api *api, hc_comm *comm) {
   }
 }
 
+void hc_comm_look(hc_comm *comm) {
+  const hc_nccl_api *api = NULL;
+  hc_status ignored = {HC_OK, ""};
+  if (hc_nccl_api_get(&api, &ignored) == HC_OK) {
+    hc_comm_lock_order();
+    look_after(api, comm);
+    hc_comm_unlock_order();
+  }
+}
+
 void hc_comm_watch(char *busy, size_t room) {
   const hc_nccl_api *api = NULL;
   hc_status ignored = {HC_OK, ""};

@@ -83,6 +83,8 @@ void hc_comm_abort(hc_comm *comm, bool capturing, const hc_status *status);
 
 /* A peer failed after it had posted `last_good` exchanges: the later ones break, with the reason. From any thread. */
 void hc_comm_warn(const char *group, int64_t generation, int64_t last_good, const char *reason);
+/* What the watch does, for one communicator and now. */
+void hc_comm_look(hc_comm *comm);
 /* Looks after all communicators, from a thread that may wait for nothing. The names of the groups that have something
  * in flight, with commas. */
 void hc_comm_watch(char *busy, size_t room);

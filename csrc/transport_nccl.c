@@ -213,6 +213,7 @@ done:
     hc_comm_abort(comm, flight->captured, &waiting); /* nothing is in flight any more */
     hc_comm_unlock_order();
   } else {
+    hc_comm_look(comm); /* what NCCL knows by now, or a peer has said, need not wait for the next exchange */
     (void)hc_comm_check(comm, flight->serial, flight->number, status);
   }
   for (int64_t i = 0; i < flight->nheld; ++i) {

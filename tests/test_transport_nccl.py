@@ -178,9 +178,10 @@ def faulty_steps(bad_rank, after, wanted):
     """On one rank the n-th call into CUDA or NCCL fails, for each n; the others get to know, and all go on."""
     library, rank = fake(), dist.get_rank()
     exchange()
-    n, failures, events = 0, 0, 0
+    tries, failures, events = 0, 0, 0
     while True:
-        n += 1
+        n = 1 + tries // 2  # each twice: how often NCCL is in progress changes
+        tries += 1
         if wanted == "connect":
             group = dist.new_group(list(range(dist.get_world_size())))
         else:
@@ -201,7 +202,7 @@ def faulty_steps(bad_rank, after, wanted):
         dist.all_gather_object(errors, (error, fired))
         failed = [e is not None for e, _ in errors]
         assert all(failed) or not any(failed), f"call {n} failed on some ranks: {errors}"
-        assert error is None or "injected fault" in error or "NCCL" in error or "reported" in error, error
+        assert error is None or any(w in error for w in ("injected", "NCCL", "reported", "aoti_torch")), error
         assert library.fake_buffers() == 0
         for _ in range(2):
             exchange(group)  # the group goes on
@@ -213,7 +214,7 @@ def faulty_steps(bad_rank, after, wanted):
         elif n > 10:
             assert library.fake_events() <= events + 8
         failures += any(failed)
-        if not errors[bad_rank][1]:
+        if not errors[bad_rank][1] and n > 20:
             break
     return n, failures
 
@@ -226,7 +227,7 @@ def test_every_call_may_fail(world, bad_rank, after):
     found = run_ranks(world, faulty_steps, bad_rank, after, "exchange", timeout=250)
     assert len(set(found)) == 1
     n, failures = found[0]
-    assert n > 10 and failures >= 9, found
+    assert n > 14 and failures >= 20, found
 
 
 @nccl_only
@@ -234,7 +235,7 @@ def test_every_call_may_fail(world, bad_rank, after):
 def test_every_call_of_the_first_exchange_may_fail(after):
     """Fails when an error while the communicator is made leaves other ranks waiting for it."""
     n, failures = run_ranks(2, faulty_steps, 0, after, "connect", timeout=250)[0]
-    assert n > 14 and failures >= 12, (n, failures)
+    assert n > 14 and failures >= 24, (n, failures)
 
 
 def wrong_argument():
@@ -264,7 +265,7 @@ def other_size():
 def test_nccls_own_errors():
     """Fails when nobody looks for the errors that NCCL finds while it runs."""
     messages = raises_on_every_rank(2, other_size, kinds=("RuntimeError",), usable=False)
-    assert any("exchange 2 (halo_exchange)" in m and "message" in m and "bytes" in m for m in messages), messages
+    assert any("(halo_exchange) of rank" in m and "sent message" in m and "bytes" in m for m in messages), messages
 
 
 def late(seconds, connect):
@@ -356,7 +357,7 @@ def leak(count):
 def test_no_leak():
     """Fails when an exchange leaves memory, events or references behind."""
     for left, events, buffers in run_ranks(2, leak, 3000, timeout=200):
-        assert left < 20 * 3000 or sanitized(), left
+        assert left < 100_000 or sanitized(), left  # a reference of each exchange alone would be more
         assert buffers == 0 and (C10D or 0 < events < 3000), (events, buffers)
 
 
@@ -385,7 +386,8 @@ SCRIPT = """
             assert library.fake_comms() == 0, "the communicator has outlived its group"
     if {fail}:
         try:
-            exchange(width=3 + rank)
+            exchange(channels=1 + rank)
+            exchange()
         except RuntimeError as error:
             print("error:", error)
     import atexit

@@ -50,7 +50,8 @@ static void break_locked(hc_comm *comm, const char *reason) {
 void hc_comm_warn(const char *group, int64_t generation, int64_t last_good, const char *reason) {
   (void)pthread_mutex_lock(&table);
   for (hc_comm *comm = comms; comm != NULL; comm = comm->next) {
-    if (is_named(comm, group) && comm->generation == generation && !comm->broken && !comm->warned) {
+    if (is_named(comm, group) && comm->generation == generation && !comm->broken &&
+        (!comm->warned || last_good < comm->last_good)) {
       comm->warned = true;
       comm->last_good = last_good;
       (void)snprintf(comm->reason, sizeof comm->reason, "%s", reason);
@@ -142,14 +143,27 @@ static void let_finish(const hc_nccl_api *api, hc_comm *comm) {
   }
 }
 
+/* Ends the kernels that wait for a peer. The exchanges that they were do not count as posted: a peer may lack them. */
+static void give_up(const hc_nccl_api *api, hc_comm *comm) {
+  (void)pthread_mutex_lock(&table);
+  for (const hc_flight *flight = comm->oldest; flight != NULL; flight = flight->next) {
+    if (!is_through(api, comm, flight)) {
+      comm->exchanges = flight->number - 1;
+      break;
+    }
+  }
+  (void)pthread_mutex_unlock(&table);
+  (void)api->ncclCommAbort(comm->comm);
+  comm->comm = NULL;
+}
+
 void hc_comm_abort(hc_comm *comm, bool capturing, const hc_status *status) {
   const hc_nccl_api *api = NULL;
   hc_status ignored = {HC_OK, ""};
   if (hc_nccl_api_get(&api, &ignored) == HC_OK) {
     if (comm->comm != NULL) {
       let_finish(api, comm);
-      (void)api->ncclCommAbort(comm->comm);
-      comm->comm = NULL;
+      give_up(api, comm);
     }
     if (!capturing) { /* nothing runs during a capture */
       (void)hc_check_cuda(api, &ignored, api->cudaStreamSynchronize(comm->stream), "cudaStreamSynchronize");
@@ -383,9 +397,8 @@ static void look_after(const hc_nccl_api *api, hc_comm *comm) {
   }
   const bool broken = comm->broken;
   (void)pthread_mutex_unlock(&table);
-  if (broken) { /* ends the kernels that wait for a peer */
-    (void)api->ncclCommAbort(comm->comm);
-    comm->comm = NULL;
+  if (broken) {
+    give_up(api, comm);
   }
 }
 

@@ -50,7 +50,7 @@ typedef struct hc_comm {
   int64_t serial; /* grows when the entry is closed */
   int64_t generation; /* Python's epoch of the group */
   int64_t rank, world;
-  int64_t exchanges; /* posted, also those without a message of this rank */
+  int64_t exchanges; /* posted, and not given up; also those without a message of this rank */
   double timeout_s;
   ncclComm_t comm; /* NULL: given up */
   cudaStream_t stream;

@@ -245,6 +245,16 @@ def failed_key(channel, epoch):
     return f"haloconv/{channel.group.group_name}/{first}/{epoch}/failed"
 
 
+def _leave_word(key, posted, sentence):
+    """The word of the rank that had posted least stays."""
+    store, before = _get_default_store(), ""
+    while before == "" or int(before.partition(" ")[0]) > posted:
+        found = store.compare_set(key, before, f"{posted} {sentence}").decode()
+        if found == f"{posted} {sentence}":
+            break
+        before = found
+
+
 def _reported(channel, peer):
     try:
         return _get_default_store().get(_store_key(channel, peer)).decode()
@@ -263,7 +273,7 @@ def report(group_name, message):
             channel.next_exchange = channel.connects = 0
         rank = dist.get_rank(group)
         _get_default_store().set(_store_key(channel, rank), message)
-        _get_default_store().set(failed_key(channel, epoch), f"{posted} rank {rank} reported: {message}")
+        _leave_word(failed_key(channel, epoch), posted, f"rank {rank} reported: {message}")
         for peer in range(dist.get_world_size(group)):
             if peer != rank and dist.get_backend(group) == "gloo":
                 buffer = torch.empty(HEADER_BYTES, dtype=torch.uint8)

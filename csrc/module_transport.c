@@ -47,7 +47,8 @@ static PyObject *nccl_connect(PyObject *self, PyObject *args) {
   hc_status status = {HC_OK, ""};
   ncclUniqueId id;
   (void)self;
-  if (!PyArg_ParseTuple(args, "sLiLLy#d", &group, &generation, &device, &rank, &world, &bytes, &length, &timeout_s)) {
+  if (!PyArg_ParseTuple(args, "sLiLLy#d", &group, &generation, &device, &rank, &world, &bytes, &length,
+                        &timeout_s)) {
     return NULL;
   }
   if (length != (Py_ssize_t)sizeof id.internal) {
@@ -120,10 +121,10 @@ static PyObject *nccl_destroy(PyObject *self, PyObject *args) {
 /* context: a list, or NULL after a failure. */
 static void append_count(const hc_nccl_count *count, void *context) {
   PyObject **list = context;
-  PyObject *item = *list == NULL ? NULL
-                                 : Py_BuildValue("(sLLLd)", count->op, (long long)count->messages,
-                                                 (long long)count->bytes, (long long)count->exchanges,
-                                                 count->seconds);
+  PyObject *item = *list == NULL
+                       ? NULL
+                       : Py_BuildValue("(sLLLd)", count->op, (long long)count->messages,
+                                       (long long)count->bytes, (long long)count->exchanges, count->seconds);
   if (item == NULL || PyList_Append(*list, item) != 0) {
     Py_CLEAR(*list);
   }
@@ -203,7 +204,8 @@ PyMethodDef hc_transport_methods[] = {
      "fake_device() -> bool. For tests: whether CPU tensors count as device memory (HALOCONV_FAKE_CUDA)"},
     {"nccl_new_id", nccl_new_id, METH_NOARGS, "nccl_new_id() -> bytes, for nccl_connect on all ranks"},
     {"nccl_connect", nccl_connect, METH_VARARGS,
-     "nccl_connect(group, generation, device, rank, world, id, timeout_s). Collective: makes the communicator"},
+     "nccl_connect(group, generation, device, rank, world, id, timeout_s). Collective: makes the "
+     "communicator"},
     {"nccl_is_connected", nccl_is_connected, METH_VARARGS, "nccl_is_connected(group, device) -> bool"},
     {"nccl_warn", nccl_warn, METH_VARARGS,
      "nccl_warn(group, generation, last_good, reason): exchanges after that number fail with the reason"},

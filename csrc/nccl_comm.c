@@ -9,8 +9,8 @@
 #include <time.h>
 
 static pthread_mutex_t order = PTHREAD_MUTEX_INITIALIZER, table = PTHREAD_MUTEX_INITIALIZER;
-static hc_comm *comms;          /* entries are used again, but never freed or moved: the watch walks over them */
-static int64_t made;            /* how many communicators */
+static hc_comm *comms; /* entries are used again, but never freed or moved: the watch walks over them */
+static int64_t made;   /* how many communicators */
 static hc_flight *idle_flights; /* their events are made, and used again */
 
 /* How long the end of a process or group waits for exchanges that are still under way. */
@@ -77,13 +77,15 @@ hc_code hc_comm_check(hc_comm *comm, int64_t serial, int64_t number, hc_status *
 }
 
 /* Why an exchange, or the set-up, is taken for stuck; NCCL's own word with it. */
-static void say_stuck(const hc_nccl_api *api, const hc_comm *comm, const char *what, char *text, size_t room) {
+static void say_stuck(const hc_nccl_api *api, const hc_comm *comm, const char *what, char *text,
+                      size_t room) {
   const char *last = api->ncclGetLastError(comm->comm), *p2p = getenv("NCCL_P2P_DISABLE");
-  (void)snprintf(text, room,
-                 "%s of group '%s' was not through after %.0f s; NCCL's last error: '%s'. A peer is stuck or gone, or "
-                 "its card cannot be reached%s",
-                 what, comm->group, comm->timeout_s, last == NULL ? "" : last,
-                 p2p == NULL ? ": within one machine NCCL_P2P_DISABLE=1 makes NCCL go another way" : "");
+  (void)snprintf(
+      text, room,
+      "%s of group '%s' was not through after %.0f s; NCCL's last error: '%s'. A peer is stuck or gone, or "
+      "its card cannot be reached%s",
+      what, comm->group, comm->timeout_s, last == NULL ? "" : last,
+      p2p == NULL ? ": within one machine NCCL_P2P_DISABLE=1 makes NCCL go another way" : "");
 }
 
 hc_code hc_comm_settle(hc_comm *comm, const char *what, hc_status *status) {
@@ -247,8 +249,8 @@ hc_code hc_comm_connect(const char *group, int64_t generation, int32_t device, i
   config.blocking = 0;
   hc_comm_lock_order();
   if (strlen(group) >= HC_GROUP_NAME_SIZE) {
-    (void)hc_fail(status, HC_ERROR_ARGUMENT, "the group's name is '%s', expected at most %d characters", group,
-                  HC_GROUP_NAME_SIZE - 1);
+    (void)hc_fail(status, HC_ERROR_ARGUMENT, "the group's name is '%s', expected at most %d characters",
+                  group, HC_GROUP_NAME_SIZE - 1);
     goto done;
   }
   HC_TRY(hc_nccl_api_get(&api, status));
@@ -264,8 +266,7 @@ hc_code hc_comm_connect(const char *group, int64_t generation, int32_t device, i
   comm->world = world;
   comm->timeout_s = timeout_s;
   comm->stream = stream;
-  HC_TRY_NCCL(api, status, NULL,
-              ncclCommInitRankConfig(&comm->comm, (int)world, *id, (int)rank, &config));
+  HC_TRY_NCCL(api, status, NULL, ncclCommInitRankConfig(&comm->comm, (int)world, *id, (int)rank, &config));
   HC_TRY(hc_comm_settle(comm, "setting up NCCL", status));
 done:
   if (status->code != HC_OK && comm != NULL) {
@@ -387,8 +388,8 @@ static void look_after(const hc_nccl_api *api, hc_comm *comm) {
   if (asked == ncclSuccess && state != ncclSuccess && state != ncclInProgress) {
     const char *last = api->ncclGetLastError(comm->comm);
     (void)snprintf(text, sizeof text, "%s of group '%s': NCCL: %s, last error '%s'",
-                   late == NULL ? "the communicator" : late->what, comm->group, api->ncclGetErrorString(state),
-                   last == NULL ? "" : last);
+                   late == NULL ? "the communicator" : late->what, comm->group,
+                   api->ncclGetErrorString(state), last == NULL ? "" : last);
   } else if (late != NULL && hc_clock() > late->deadline && !is_through(api, comm, late)) {
     say_stuck(api, comm, late->what, text, sizeof text);
   }

@@ -46,16 +46,16 @@ typedef struct hc_flight {
 typedef struct hc_comm {
   char group[HC_GROUP_NAME_SIZE]; /* "": the entry is free */
   int32_t device;
-  int64_t number; /* in the order of making */
-  int64_t serial; /* grows when the entry is closed */
+  int64_t number;     /* in the order of making */
+  int64_t serial;     /* grows when the entry is closed */
   int64_t generation; /* Python's epoch of the group */
   int64_t rank, world;
   int64_t exchanges; /* posted, and not given up; also those without a message of this rank */
   double timeout_s;
   ncclComm_t comm; /* NULL: given up */
   cudaStream_t stream;
-  bool broken;    /* nothing goes on */
-  bool warned;    /* a peer has failed: what comes after exchange `last_good` does not go on */
+  bool broken; /* nothing goes on */
+  bool warned; /* a peer has failed: what comes after exchange `last_good` does not go on */
   int64_t last_good;
   char reason[HC_MESSAGE_SIZE];
   hc_flight *oldest, *newest; /* in flight */

@@ -90,7 +90,8 @@ static hc_code find_comm(const char *group, const hc_shape *like, hc_comm **comm
     HC_TRY(hc_c10d_connect(group, device, &nccl, status));
     *comm = nccl ? hc_comm_find(group, device) : NULL;
     if (nccl && *comm == NULL) {
-      (void)hc_fail(status, HC_ERROR_TORCH, "the communicator of group '%s' was closed as it was made", group);
+      (void)hc_fail(status, HC_ERROR_TORCH, "the communicator of group '%s' was closed as it was made",
+                    group);
     }
   }
 done:

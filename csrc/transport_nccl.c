@@ -110,15 +110,15 @@ static hc_code launch(const hc_nccl_api *api, hc_comm *comm, const hc_messages *
   open = true;
   for (int64_t i = 0; i < recvs->count; ++i) {
     HC_TRY(span_of(recvs->items[i].buffer, &buffer, status));
-    HC_TRY_NCCL(api, status, comm->comm,
-                ncclRecv(buffer.data, buffer.bytes, ncclUint8, (int)recvs->items[i].peer, comm->comm,
-                         comm->stream));
+    HC_TRY_NCCL(
+        api, status, comm->comm,
+        ncclRecv(buffer.data, buffer.bytes, ncclUint8, (int)recvs->items[i].peer, comm->comm, comm->stream));
   }
   for (int64_t i = 0; i < sends->count; ++i) {
     HC_TRY(span_of(sends->items[i].buffer, &buffer, status));
-    HC_TRY_NCCL(api, status, comm->comm,
-                ncclSend(buffer.data, buffer.bytes, ncclUint8, (int)sends->items[i].peer, comm->comm,
-                         comm->stream));
+    HC_TRY_NCCL(
+        api, status, comm->comm,
+        ncclSend(buffer.data, buffer.bytes, ncclUint8, (int)sends->items[i].peer, comm->comm, comm->stream));
   }
   open = false;
   HC_TRY_NCCL(api, status, comm->comm, ncclGroupEnd());

@@ -144,7 +144,7 @@ MUTANTS = [
         COMM,
         "      comm->exchanges = flight->number - 1;\n",
         "",
-        "test_every_call_may_fail and 3-1",
+        "test_a_timeout_reaches_all_ranks",
     ),
     Mutant(
         "no-timeout",

@@ -306,6 +306,35 @@ def test_timeout(connect):
     assert second[0] != "" or connect  # the late one learns of it
 
 
+def one_is_impatient():
+    """Rank 1 stays away; rank 2 gives up first, and rank 0 has to follow."""
+    from haloconv import _nccl
+
+    rank = dist.get_rank()
+    _nccl._timeout = 2.0 if rank == 2 else 60.0
+    group = dist.new_group([0, 1, 2])
+    exchange(group, width=2, kernel=7, pad=(3, 3))
+    if rank == 1:
+        time.sleep(6)
+    started = time.monotonic()
+    try:
+        exchange(group, width=2, kernel=7, pad=(3, 3))
+    except RuntimeError as error:
+        text = str(error)
+    else:
+        text = ""
+    _nccl._timeout = None
+    return text, time.monotonic() - started
+
+
+@nccl_only
+def test_a_timeout_reaches_all_ranks():
+    """Fails when an exchange that a rank has given up counts as one that it has had."""
+    for text, took in run_ranks(3, one_is_impatient):
+        assert "exchange 2" in text and "after 2 s" in text, text
+        assert took < 20, took
+
+
 def unable(mode):
     from haloconv import _nccl
 

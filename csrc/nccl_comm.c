@@ -455,8 +455,8 @@ int64_t hc_comm_close_failed(const char *group) {
   hc_comm_lock_order();
   for (hc_comm *comm = comms; comm != NULL; comm = comm->next) {
     if (is_named(comm, group)) {
-      posted = comm->exchanges;
       hc_comm_abort(comm, false, &failure);
+      posted = comm->exchanges;
       release_entry(comm);
       hc_comm_retire(comm);
     }

@@ -30,9 +30,18 @@ def build(folder, root=ROOT, sanitize=False):
     sources = [str(fakes / "fake_cuda.c"), str(fakes / "fake_nccl.c")]
     subprocess.run([*shared, "-o", str(cuda), *sources, "-ldl", "-lpthread", "-lrt"], check=True, timeout=100)
     if not sanitize:
-        subprocess.run([*shared, "-o", str(memory), str(fakes / "fake_memory.c"), "-ldl"], check=True, timeout=100)
+        subprocess.run(
+            [*shared, "-o", str(memory), str(fakes / "fake_memory.c"), "-ldl"], check=True, timeout=100
+        )
     subprocess.run(
-        [sys.executable, "setup.py", "-q", "build", f"--build-base={folder}", f"--build-lib={folder / 'lib'}"],
+        [
+            sys.executable,
+            "setup.py",
+            "-q",
+            "build",
+            f"--build-base={folder}",
+            f"--build-lib={folder / 'lib'}",
+        ],
         cwd=root,
         env=dict(os.environ, HALOCONV_FAULTS="1", HALOCONV_SANITIZE="1" if sanitize else "0"),
         check=True,

@@ -19,7 +19,9 @@ ROOT = Path(__file__).resolve().parent.parent
 HEADER = ROOT / "csrc" / "nccl_abi.h"
 SITE = Path(torch.__file__).parent.parent / "nvidia"
 
-pytestmark = pytest.mark.skipif(not HEADER.exists(), reason="csrc/ is not there: an installed copy is being tested")
+pytestmark = pytest.mark.skipif(
+    not HEADER.exists(), reason="csrc/ is not there: an installed copy is being tested"
+)
 
 # What the real headers call the numbers that ours repeat.
 CHECKS = """
@@ -44,7 +46,9 @@ def names(which):
 
 def declared():
     """{name: its declaration}."""
-    text = re.sub(r"/\*.*?\*/|^[ \t]*#(?:\\\n|[^\n])*", " ", HEADER.read_text(), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(
+        r"/\*.*?\*/|^[ \t]*#(?:\\\n|[^\n])*", " ", HEADER.read_text(), flags=re.DOTALL | re.MULTILINE
+    )
     found = {}
     for statement in text.split(";"):
         named = re.match(r"\s*(?:const )?\w+\s*\*?\s*((?:nccl|cuda|aoti_|torch_)\w+)\s*\(", statement)
@@ -59,7 +63,9 @@ def compile_behind_the_real_ones(folder, ours):
     ]
     nvcc = shutil.which("nvcc")
     if shutil.which("g++") is None or nvcc is None or not list(SITE.glob("*/include/nccl.h")):
-        pytest.skip("needs g++, CUDA's headers (the wheel of the runtime has some of them only), and NCCL's wheel")
+        pytest.skip(
+            "needs g++, CUDA's headers (the wheel of the runtime has some of them only), and NCCL's wheel"
+        )
     dry = subprocess.run([nvcc, "--dryrun", "-c", "none.cu"], stderr=subprocess.PIPE, text=True).stderr
     include.insert(0, f"-I{re.search(r'TOP=(.+)', dry).group(1)}/include")
     version = torch.__version__.split("+")[0].split(".")
@@ -72,7 +78,9 @@ def compile_behind_the_real_ones(folder, ours):
         encoding="utf-8",
     )
     command = ["g++", "-std=c++20", "-fsyntax-only", "-w", *include, str(source)]
-    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200).stdout
+    return subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200
+    ).stdout
 
 
 def test_declarations_are_the_real_ones(tmp_path):
@@ -127,7 +135,10 @@ def test_the_real_library_answers():
 
 @pytest.mark.parametrize(
     "name, value, expected",
-    [("HALOCONV_TRANSPORT", "mpi", "'auto', 'nccl' or 'c10d'"), ("HALOCONV_TIMEOUT", "soon", "seconds above 0")],
+    [
+        ("HALOCONV_TRANSPORT", "mpi", "'auto', 'nccl' or 'c10d'"),
+        ("HALOCONV_TIMEOUT", "soon", "seconds above 0"),
+    ],
 )
 def test_bad_settings_are_named(name, value, expected):
     """Fails when a wrong setting is taken for another."""

@@ -69,7 +69,9 @@ def many_exchanges(count):
     rank, world = dist.get_rank(), dist.get_world_size()
     haloconv.reset_comm_stats()
     for number in range(count):
-        exchange(width=2 + number % 5, kernel=3 + number % 4, pad=(1 + number % 2, 1), channels=1 + number % 40)
+        exchange(
+            width=2 + number % 5, kernel=3 + number % 4, pad=(1 + number % 2, 1), channels=1 + number % 40
+        )
     stats = haloconv.comm_stats()
     assert stats["exchanges"] == count
     if not C10D:
@@ -265,7 +267,9 @@ def other_size():
 def test_nccls_own_errors():
     """Fails when nobody looks for the errors that NCCL finds while it runs."""
     messages = raises_on_every_rank(2, other_size, kinds=("RuntimeError",), usable=False)
-    assert any("(halo_exchange) of rank" in m and "sent message" in m and "bytes" in m for m in messages), messages
+    assert any("(halo_exchange) of rank" in m and "sent message" in m and "bytes" in m for m in messages), (
+        messages
+    )
 
 
 def late(seconds, connect):
@@ -299,7 +303,12 @@ def test_timeout(connect):
     if connect:
         assert "did not come to set up NCCL within 2 s" in text, text
     else:
-        for part in ("exchange 2 (halo_exchange) of rank 0 with ranks [1]", "64 bytes", "after 2 s", "P2P_DISABLE=1"):
+        for part in (
+            "exchange 2 (halo_exchange) of rank 0 with ranks [1]",
+            "64 bytes",
+            "after 2 s",
+            "P2P_DISABLE=1",
+        ):
             assert part in text, text
         assert "of group" in text and "last error" in text, text
     assert 1.5 < took < 20, took
@@ -434,7 +443,9 @@ def test_the_end(tmp_path, fail, keep):
     """Fails when a communicator outlives its process group, or the process cannot end, also after an error."""
     here = os.path.dirname(os.path.abspath(__file__))
     script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(SCRIPT.format(tests=here, store=tmp_path / "store", fail=fail, keep=keep)))
+    script.write_text(
+        textwrap.dedent(SCRIPT.format(tests=here, store=tmp_path / "store", fail=fail, keep=keep))
+    )
     environment = dict(os.environ, GLOO_SOCKET_IFNAME="lo")
     processes = [
         subprocess.Popen(

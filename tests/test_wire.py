@@ -24,7 +24,11 @@ def random_plan(rng):
     while True:
         world = rng.choice(WORLDS)
         size = rng.choice([rng.randint(1, 4 * world), rng.randint(1, world), rng.randint(1, 300)])
-        kernel, stride, dilation = rng.choice([1, 2, 3, 3, 4, 5, 7, 11]), rng.choice([1, 1, 2, 3, 4]), rng.randint(1, 3)
+        kernel, stride, dilation = (
+            rng.choice([1, 2, 3, 3, 4, 5, 7, 11]),
+            rng.choice([1, 1, 2, 3, 4]),
+            rng.randint(1, 3),
+        )
         pads = rng.randint(0, 2 * kernel), rng.randint(0, 2 * kernel)
         transposed, periodic = rng.random() < 0.3, rng.random() < 0.25
         output_padding = rng.randint(0, max(stride, dilation) - 1) if transposed else 0
@@ -37,7 +41,9 @@ def random_plan(rng):
 
 def messages(pieces):
     """{peer: its pieces}; a peer whose pieces do not lie together would get two messages."""
-    runs = [(peer, [piece[1:] for piece in run]) for peer, run in itertools.groupby(pieces, key=lambda p: p[0])]
+    runs = [
+        (peer, [piece[1:] for piece in run]) for peer, run in itertools.groupby(pieces, key=lambda p: p[0])
+    ]
     found = dict(runs)
     assert len(found) == len(runs), pieces
     return found
@@ -56,7 +62,10 @@ def check(numbers, ranks):
         for peer, pieces in messages(recvs).items():
             assert peer != rank, (numbers, rank, recvs)
             expected[peer, rank] = pieces
-    assert sent == expected, (numbers, {k: (sent.get(k), expected.get(k)) for k in sent.keys() ^ expected.keys()})
+    assert sent == expected, (
+        numbers,
+        {k: (sent.get(k), expected.get(k)) for k in sent.keys() ^ expected.keys()},
+    )
     marks = {f"world {world}" if world in (2, 64) else "", "periodic" if numbers[9] else ""}
     marks.add("transposed" if numbers[8] else "")
     marks.add("empty shards" if part * (world - 1) >= size and world > 1 else "")

@@ -109,7 +109,9 @@ class _Channel:
 
 
 # targets: where what was received in host memory goes to on a device, or None.
-_Ticket = collections.namedtuple("_Ticket", "channel epoch exchange op checked works recvs peers sends targets")
+_Ticket = collections.namedtuple(
+    "_Ticket", "channel epoch exchange op checked works recvs peers sends targets"
+)
 
 statistics = _Statistics()
 _channels = weakref.WeakKeyDictionary()
@@ -183,7 +185,9 @@ def _post(send, to, recv, source, group_name, op):
                 channel.hold(peer, exchange, work, chunk)
             works = works[: len(receives)]
         ticket = next(_ticket_numbers)
-        _tickets[ticket] = _Ticket(channel, channel.epoch, exchange, op, on_cpu, works, recv, source, send, targets)
+        _tickets[ticket] = _Ticket(
+            channel, channel.epoch, exchange, op, on_cpu, works, recv, source, send, targets
+        )
         statistics.add(
             op,
             messages=len(send),

@@ -255,7 +255,8 @@ static void *run_now_and_then(void *unused) {
     const struct timespec pause = {0, 1000 * (long)(1 + fake_random(1000))};
     for (int i = 1; i < nstreams; ++i) {
       const double waits = streams[i].first == NULL ? 0 : fake_now() - streams[i].first->queued;
-      if (streams[i].first != NULL && !streams[i].running && (waits > LATE_S || (eager && fake_random(2) == 0))) {
+      if (streams[i].first != NULL && !streams[i].running &&
+          (waits > LATE_S || (eager && fake_random(2) == 0))) {
         fake_run_all(&streams[i]);
       }
     }
@@ -268,14 +269,14 @@ static void *run_now_and_then(void *unused) {
 /* ---- the CUDA runtime ---- */
 
 /* Runs `body` unless the call is to fail without effect; returns the error. */
-#define CALL(name, body)                                         \
-  do {                                                           \
-    fake_lock();                                                 \
-    const int fails = fake_fails(name);                          \
-    if (fails != 1) {                                            \
-      body                                                       \
-    }                                                            \
-    fake_unlock();                                               \
+#define CALL(name, body)                                        \
+  do {                                                          \
+    fake_lock();                                                \
+    const int fails = fake_fails(name);                         \
+    if (fails != 1) {                                           \
+      body                                                      \
+    }                                                           \
+    fake_unlock();                                              \
     return fails ? (cudaError_t)cudaErrorUnknown : cudaSuccess; \
   } while (0)
 
@@ -293,19 +294,19 @@ EXPORT cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned int fla
 
 EXPORT cudaError_t cudaEventDestroy(cudaEvent_t event) {
   CALL(
-      "cudaEventDestroy", if (event->done < event->recorded) {
+      "cudaEventDestroy",
+      if (event->done < event->recorded) {
         fake_violation("an event is destroyed before it has happened");
       } --events_alive;
       free(event););
 }
 
 EXPORT cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
-  CALL("cudaEventRecord",
-       if (stream->id != 0) {
-         ++stream->clock[stream->id];
-       } memcpy(event->clock, stream->clock, sizeof event->clock);
-       event->stream = stream; ++event->recorded;
-       fake_queue(stream, (fake_op){.kind = OP_RECORD, .event = event, .version = event->recorded}););
+  CALL(
+      "cudaEventRecord", if (stream->id != 0) { ++stream->clock[stream->id]; } memcpy(
+                             event->clock, stream->clock, sizeof event->clock);
+      event->stream = stream; ++event->recorded;
+      fake_queue(stream, (fake_op){.kind = OP_RECORD, .event = event, .version = event->recorded}););
 }
 
 EXPORT cudaError_t cudaEventQuery(cudaEvent_t event) {
@@ -362,6 +363,6 @@ EXPORT AOTITorchError torch_get_cuda_stream_from_pool(bool high_priority, int32_
   if (!high_priority) {
     fake_violation("a stream without priority was asked for");
   }
-  CALL("torch_get_cuda_stream_from_pool", nstreams = STREAMS; next = next % 4 + 1;
-       streams[next].id = next; *stream = &streams[next];);
+  CALL("torch_get_cuda_stream_from_pool", nstreams = STREAMS; next = next % 4 + 1; streams[next].id = next;
+       *stream = &streams[next];);
 }

@@ -324,9 +324,15 @@ static ncclResult_t add(int sends, const void *buffer, size_t count, ncclDataTyp
     }
     group->transfers = realloc(group->transfers, (size_t)(group->count + 1) * sizeof *group->transfers);
     int64_t *index = sends ? comm->sent : comm->received;
-    group->transfers[group->count++] = (transfer){
-        sends, (void *)(uintptr_t)buffer, (int64_t)count, index[peer]++, -1, type, peer, fake_is_ordered(stream),
-        0};
+    group->transfers[group->count++] = (transfer){sends,
+                                                  (void *)(uintptr_t)buffer,
+                                                  (int64_t)count,
+                                                  index[peer]++,
+                                                  -1,
+                                                  type,
+                                                  peer,
+                                                  fake_is_ordered(stream),
+                                                  0};
     fake_watch_memory(buffer, count);
     if (!sends) {
       memset((void *)(uintptr_t)buffer, GARBAGE, count);
@@ -392,10 +398,11 @@ static int pull(ncclComm_t comm, transfer *t) {
   }
   t->at = t->at < 0 ? 0 : t->at;
   if (b->index != t->index || b->bytes != t->bytes || b->type != t->type || b->offset != t->at) {
-    (void)snprintf(text, sizeof text,
-                   "rank %d sent message %lld of %lld bytes, type %d; expected message %lld of %lld bytes, type %d",
-                   t->peer, (long long)b->index, (long long)b->bytes, b->type, (long long)t->index,
-                   (long long)t->bytes, t->type);
+    (void)snprintf(
+        text, sizeof text,
+        "rank %d sent message %lld of %lld bytes, type %d; expected message %lld of %lld bytes, type %d",
+        t->peer, (long long)b->index, (long long)b->bytes, b->type, (long long)t->index, (long long)t->bytes,
+        t->type);
     (void)fail(comm, ncclInvalidUsage, text);
     return 0;
   }

@@ -47,4 +47,4 @@ def test_sizes_are_those_of_the_core():
     if not header.exists():
         pytest.skip("csrc/ is not there: an installed copy is being tested")
     numbers = re.search(r"HC_HEADER_BYTES = (\d+), HC_CHUNK_BYTES = 1 << (\d+)", header.read_text())
-    assert (_staging.HEADER_BYTES, _staging.CHUNK_BYTES) == (int(numbers[1]), 1 << int(numbers[2]))
+    assert (int(numbers[1]), 1 << int(numbers[2])) == (_staging.HEADER_BYTES, _staging.CHUNK_BYTES)

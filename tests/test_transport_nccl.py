@@ -1,4 +1,4 @@
-"""The NCCL transport, on the stand-in for NCCL and CUDA of tests/fakes/: run by tests/test_fakes.py, which builds it."""
+"""The NCCL transport, on the stand-in for NCCL and CUDA of tests/fakes/: tests/test_fakes.py builds it and runs this."""
 
 import ctypes
 import gc
@@ -297,7 +297,7 @@ def late(seconds, connect):
 @nccl_only
 @pytest.mark.parametrize("connect", [False, True], ids=["exchange", "connect"])
 def test_timeout(connect):
-    """Fails when a rank waits for a peer that does not come for longer than it was told to, or does not say for what."""
+    """Fails when a rank waits for longer than it was told to for a peer, or does not say for what."""
     first, second = run_ranks(2, late, 4.0, connect)
     text, took = first
     if connect:

@@ -1,8 +1,8 @@
 """What travels: for random plans, each rank's messages are those that the others expect, in one process on integers.
 
 A message is what one rank has for another in one exchange: the pieces of its plan that name that rank, in their order,
-one after the other (csrc/halo.c). So sender and receiver must list the same pieces in the same order, and a rank's pieces
-for one peer must lie together, for each run of them is a message.
+one after the other (csrc/halo.c). So sender and receiver must list the same pieces in the same order, and a rank's
+pieces for one peer must lie together, for each run of them is a message.
 """
 
 import itertools

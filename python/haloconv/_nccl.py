@@ -11,6 +11,7 @@ report, while something is in flight, and lets C look for NCCL's own errors and 
 """
 
 import atexit
+import contextlib
 import json
 import os
 import threading
@@ -175,10 +176,8 @@ class _Watch(threading.Thread):
         super().__init__(name="haloconv watch", daemon=True)
         self.ended = threading.Event()
         self.store = _get_default_store()
-        try:
+        with contextlib.suppress(RuntimeError, NotImplementedError):
             self.store = self.store.clone()  # a connection of its own: the other may be waiting
-        except (RuntimeError, NotImplementedError):
-            pass
 
     def run(self):
         while not self.ended.wait(_WATCH_EVERY_S):

@@ -2,8 +2,8 @@
 
 That is gloo, and so how several ranks share one card. A buffer on the device has a twin in pinned host memory, with the
 transport's header at its front, and from there on it travels like any message between CPUs. The host waits for the copy
-of what is sent; what is received goes to the device in the order of the caller's stream, and torch's allocator keeps the
-pinned memory until it has.
+of what is sent; what is received goes to the device in the order of the caller's stream, and torch's allocator keeps
+the pinned memory until it has.
 """
 
 import torch

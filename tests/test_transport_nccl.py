@@ -1,4 +1,4 @@
-"""The NCCL transport, on the stand-in for NCCL and CUDA of tests/fakes/: tests/test_fakes.py builds it and runs this."""
+"""The NCCL transport on the stand-in for NCCL and CUDA of tests/fakes/: tests/test_fakes.py builds it and runs this."""
 
 import ctypes
 import gc

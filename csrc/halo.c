@@ -141,8 +141,8 @@ hc_code hc_exchange_begin(AtenTensorHandle local, const hc_axis *axis, const hc_
     const hc_part shard = hc_part_of(local, &exchange->shape);
     HC_TRY(pack(&shard, axis->dim, route->sends, route->nsends, false, route->owned.begin, &exchange->sends,
                 status));
-    HC_TRY(
-        hc_transport_post(axis->group, &exchange->sends, &exchange->recvs, op, &exchange->request, status));
+    HC_TRY(hc_transport_post(axis->group, &exchange->shape, &exchange->sends, &exchange->recvs, op,
+                             &exchange->request, status));
   }
 done:
   return status->code;
@@ -370,7 +370,8 @@ hc_code hc_halo_reduce(AtenTensorHandle grad, bool consume, const hc_axis *axis,
     HC_TRY(allocate(&exchange.shape, axis->dim, route->recvs, route->nrecvs, false, &exchange.sends, status));
     HC_TRY(allocate(&exchange.shape, axis->dim, route->sends, route->nsends, true, &exchange.recvs, status));
     HC_TRY(pack(&extent, axis->dim, route->recvs, route->nrecvs, true, 0, &exchange.sends, status));
-    HC_TRY(hc_transport_post(axis->group, &exchange.sends, &exchange.recvs, op, &exchange.request, status));
+    HC_TRY(hc_transport_post(axis->group, &exchange.shape, &exchange.sends, &exchange.recvs, op,
+                             &exchange.request, status));
   }
   hc_shape shard = exchange.shape;
   shard.sizes[axis->dim] = hc_length(route->owned);

@@ -15,6 +15,7 @@
 #include "device.h"
 #include "depthwise_tensor.h"
 #include "kernels.h"
+#include "module_transport.h"
 #include "plan.h"
 #include "resize.h"
 
@@ -332,5 +333,9 @@ PyMODINIT_FUNC PyInit__C(void) {
                  status.message);
     return NULL;
   }
-  return PyModule_Create(&definition);
+  PyObject *module = PyModule_Create(&definition);
+  if (module != NULL && PyModule_AddFunctions(module, hc_transport_methods) != 0) {
+    Py_CLEAR(module);
+  }
+  return module;
 }

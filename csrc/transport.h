@@ -12,7 +12,12 @@
  * into room for a whole one: gloo ends the process when a message is larger than the buffer that waits for it, while
  * a header that says so can be answered with an error.
  *
- * There is one implementation as yet, over torch's own process groups (transport_c10d.c).
+ * A buffer on a device has no header: to read it the host would have to wait. There the transport's own error handling
+ * applies.
+ *
+ * There are two implementations: torch's own process groups, any backend (transport_c10d.c), and NCCL, between CUDA
+ * devices (transport_nccl.c). Which of them a group uses for tensors on a device is agreed on by its ranks, in Python, at
+ * the first exchange: HALOCONV_TRANSPORT says nccl or c10d, and unset it is NCCL where all ranks can.
  */
 #ifndef HC_TRANSPORT_H
 #define HC_TRANSPORT_H
@@ -32,8 +37,9 @@ typedef struct hc_messages {
   hc_message *items;
 } hc_messages;
 
-typedef struct hc_request {
-  int64_t ticket; /* 0: nothing is in flight */
+typedef struct hc_request { /* zeroed: nothing is in flight */
+  int64_t ticket;           /* of transport_c10d */
+  struct hc_flight *flight; /* of transport_nccl */
 } hc_request;
 
 /* Room for `capacity` messages. */
@@ -53,11 +59,13 @@ hc_code hc_transport_buffer(int64_t payload_bytes, bool receives, const hc_shape
 hc_code hc_transport_set_mark(const hc_message *message, const hc_shape *like, bool *mark, hc_status *status);
 hc_code hc_transport_get_mark(const hc_message *message, const hc_shape *like, bool *mark, hc_status *status);
 
-/* Starts the exchange, receives before sends. `op` names the operation, for the statistics. The transport keeps its
- * own references to the buffers until it is through with them. */
-hc_code hc_transport_post(const char *group, const hc_messages *sends, const hc_messages *recvs,
-                          const char *op, hc_request *request, hc_status *status);
-/* Returns when everything has been received; sets the ticket to 0 also on failure. */
+/* Starts the exchange, receives before sends. `like` is what is exchanged, also where this rank has no message; `op` names
+ * the operation, for the statistics. The transport keeps its own references to the buffers until it is through with
+ * them. */
+hc_code hc_transport_post(const char *group, const hc_shape *like, const hc_messages *sends,
+                          const hc_messages *recvs, const char *op, hc_request *request, hc_status *status);
+/* Returns when everything has been received, or, on a device, when the caller's stream is made to wait for it. Leaves
+ * nothing in flight, also on failure. */
 hc_code hc_transport_wait(hc_request *request, hc_status *status);
 
 /* Tells the other ranks of `group` that this one failed, so that none waits for it for ever. Never fails itself. */

@@ -1,83 +1,15 @@
 /* transport_c10d: the transport over torch's own process groups.
  *
- * The stable C ABI has no process groups. Three ops registered from Python (python/haloconv/_transport.py) are the
+ * The stable C ABI has no process groups. Ops registered from Python (python/haloconv/_transport.py) are the
  * bridge, called through the dispatcher: haloconv::_post, _wait and _report. They are a thin layer over
- * torch.distributed.batch_isend_irecv and work with any of its backends.
+ * torch.distributed.batch_isend_irecv and work with any of its backends. A fourth, _connect, lets the ranks of a group
+ * agree on a transport.
  */
+#include "transport_c10d.h"
+
 #include <stdlib.h>
 
-#include "shard.h"
 #include "stable.h"
-#include "transport.h"
-
-hc_code hc_messages_init(hc_messages *messages, int64_t capacity, hc_status *status) {
-  messages->count = 0;
-  messages->items = calloc((size_t)capacity + 1, sizeof *messages->items); /* never of size 0 */
-  if (messages->items == NULL) {
-    return hc_fail(status, HC_ERROR_MEMORY, "out of memory for a list of messages");
-  }
-  return HC_OK;
-}
-
-void hc_messages_free(hc_messages *messages) {
-  for (int64_t i = 0; i < messages->count; ++i) {
-    hc_tensor_free(&messages->items[i].buffer);
-  }
-  free(messages->items);
-  messages->items = NULL;
-  messages->count = 0;
-}
-
-int64_t hc_transport_header_bytes(const hc_shape *shape) {
-  return hc_shape_on_cpu(shape) ? HC_HEADER_BYTES : 0;
-}
-
-hc_code hc_transport_buffer(int64_t payload_bytes, bool receives, const hc_shape *like, AtenTensorHandle *out,
-                            hc_status *status) {
-  AtenTensorHandle room = NULL;
-  const int64_t size = hc_transport_header_bytes(like) + payload_bytes, stride = 1;
-  const bool spare = receives && hc_shape_on_cpu(like);
-  const int64_t capacity = spare ? hc_ceil_div(size, HC_CHUNK_BYTES) * HC_CHUNK_BYTES : size;
-  HC_TRY(hc_tensor_bytes(capacity, like, &room, status));
-  HC_TRY_TORCH(status, aoti_torch__reinterpret_tensor(room, 1, &size, &stride, 0, out));
-done:
-  hc_tensor_free(&room);
-  return status->code;
-}
-
-/* Where the mark is, NULL without a header. */
-static hc_code find_mark(const hc_message *message, const hc_shape *like, int64_t **mark, hc_status *status) {
-  void *header = NULL;
-  *mark = NULL;
-  if (hc_transport_header_bytes(like) > 0) {
-    HC_TRY_TORCH(status, aoti_torch_get_data_ptr(message->buffer, &header));
-    *mark = (int64_t *)header + 2;
-  }
-done:
-  return status->code;
-}
-
-hc_code hc_transport_set_mark(const hc_message *message, const hc_shape *like, bool *mark,
-                              hc_status *status) {
-  int64_t *place = NULL;
-  HC_TRY(find_mark(message, like, &place, status));
-  if (place == NULL) {
-    *mark = false;
-  } else {
-    *place = *mark;
-  }
-done:
-  return status->code;
-}
-
-hc_code hc_transport_get_mark(const hc_message *message, const hc_shape *like, bool *mark,
-                              hc_status *status) {
-  int64_t *place = NULL;
-  HC_TRY(find_mark(message, like, &place, status));
-  *mark = place != NULL && *place != 0;
-done:
-  return status->code;
-}
 
 /* The buffers as Tensor[] and the peers as int[]. */
 static hc_code box(const hc_messages *messages, StableIValue *buffers, StableIValue *peers,
@@ -100,8 +32,8 @@ done:
   return status->code;
 }
 
-hc_code hc_transport_post(const char *group, const hc_messages *sends, const hc_messages *recvs,
-                          const char *op, hc_request *request, hc_status *status) {
+hc_code hc_c10d_post(const char *group, const hc_messages *sends, const hc_messages *recvs, const char *op,
+                     int64_t *out, hc_status *status) {
   /* _post(Tensor[] send, int[] to, Tensor[] recv, int[] source, int[] group, int[] op) -> int */
   StableIValue stack[6] = {0, 0, 0, 0, 0, 0};
   HC_TRY(box(sends, &stack[0], &stack[1], status));
@@ -115,7 +47,7 @@ hc_code hc_transport_post(const char *group, const hc_messages *sends, const hc_
     stack[i] = 0; /* taken over by the dispatcher */
   }
   HC_TRY(hc_check_torch(status, error, "haloconv::_post"));
-  request->ticket = ticket;
+  *out = ticket;
 done:
   hc_stable_free_tensor_list(&stack[0]);
   hc_stable_free_list(&stack[1]);
@@ -126,18 +58,15 @@ done:
   return status->code;
 }
 
-hc_code hc_transport_wait(hc_request *request, hc_status *status) {
-  if (request->ticket != 0) {
-    StableIValue stack[1] = {(StableIValue)request->ticket};
-    request->ticket = 0;
-    HC_TRY(hc_check_torch(status, torch_call_dispatcher("haloconv::_wait", "", stack, HC_TORCH_ABI_VERSION),
-                          "haloconv::_wait"));
-  }
+hc_code hc_c10d_wait(int64_t ticket, hc_status *status) {
+  StableIValue stack[1] = {(StableIValue)ticket};
+  HC_TRY(hc_check_torch(status, torch_call_dispatcher("haloconv::_wait", "", stack, HC_TORCH_ABI_VERSION),
+                        "haloconv::_wait"));
 done:
   return status->code;
 }
 
-void hc_transport_report(const char *group, const char *message) {
+void hc_c10d_report(const char *group, const char *message) {
   hc_status ignored = {HC_OK, ""};
   StableIValue stack[2] = {0, 0};
   HC_TRY(hc_stable_from_text(group, &stack[0], &ignored));
@@ -147,4 +76,19 @@ void hc_transport_report(const char *group, const char *message) {
 done:
   hc_stable_free_list(&stack[0]);
   hc_stable_free_list(&stack[1]);
+}
+
+hc_code hc_c10d_connect(const char *group, int64_t device, bool *nccl, hc_status *status) {
+  /* _connect(int[] group, int device) -> int */
+  StableIValue stack[2] = {0, (StableIValue)device};
+  HC_TRY(hc_stable_from_text(group, &stack[0], status));
+  HC_FAULT_POINT(status);
+  const int32_t error = torch_call_dispatcher("haloconv::_connect", "", stack, HC_TORCH_ABI_VERSION);
+  const int64_t answer = hc_stable_to_int(stack[0]);
+  stack[0] = 0; /* taken over by the dispatcher */
+  HC_TRY(hc_check_torch(status, error, "haloconv::_connect"));
+  *nccl = answer != 0;
+done:
+  hc_stable_free_list(&stack[0]);
+  return status->code;
 }

@@ -7,11 +7,17 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, HERE)  # so that worker processes can import the test modules by name
 
 import harness  # noqa: E402
+import pytest  # noqa: E402
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "core: what every supported torch must pass (no timm, no torchvision)")
     config.addinivalue_line("markers", "slow: takes more than about 20 seconds")
+    if os.environ.get("HALOCONV_FAKE_CUDA"):  # the workers take the package from where this one has
+        from haloconv import _C
+
+        if not _C.fake_device():
+            raise pytest.UsageError(f"HALOCONV_FAKE_CUDA is set and {_C.__file__} does not honour it")
 
 
 RULES = [

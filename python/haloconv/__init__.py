@@ -12,7 +12,7 @@ from the ranks that hold it; outputs and gradients equal those of the unsplit ne
 
 import torch  # noqa: F401  first: the extension module is linked to the libtorch that this loads
 
-from . import nn
+from . import _nccl, nn  # noqa: F401  _nccl registers haloconv::_connect
 from ._distribute import distribute, distribute_local, gather, shard_range
 from ._parallel import parallelize, unparallelize
 from ._plan import Plan, RankPlan, plan

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
-from . import _dtensor, _rules, nn
+from . import _dtensor, _nccl, _rules, nn
 from ._check import as_int, on_rank
 from ._distribute import distribute, gather
 from ._dtensor import DTensor, Replicate
@@ -245,6 +245,7 @@ def parallelize(
         raise ValueError(f"on_missing is {on_missing!r}, expected 'error' or 'gather'{on_rank()}")
     _check_module(module, mesh)
     _rules.enable_rules()
+    _nccl.connect_mesh(mesh)
     _rules.tag_caches()
     _dtensor.allow_implicit_replication()
     if not broadcast:

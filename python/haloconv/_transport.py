@@ -13,7 +13,8 @@ has been received, ``_report`` tells the group that this rank failed. Their bodi
 * Sends are not waited for: their buffers live until a later message of the receiver proves that it has them. So a
   rank that only sends cannot be stalled by a receiver that failed either.
 
-Headers are not read on devices where that would stop the host; there the backend's own error handling applies.
+Headers are not read on devices where that would stop the host; there the backend's own error handling applies. A
+backend that has no way from device to device, gloo, goes through pinned host memory (_staging.py), with headers.
 
 What is counted for `comm_stats` is counted here, where it happens.
 """
@@ -30,9 +31,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
 
+from . import _C, _staging
 from ._check import on_rank
+from ._staging import CHUNK_BYTES, HEADER_BYTES
 
-HEADER_BYTES, CHUNK_BYTES = 32, 1 << 20  # HC_HEADER_BYTES and HC_CHUNK_BYTES in csrc/transport.h
 _REPORT = -1  # in place of an exchange's number
 _FIRST_TAG = 0x48430000  # keeps haloconv's messages apart from a user's own send and recv on the same group
 _MAX_REPORTS = 16  # per peer
@@ -43,6 +45,7 @@ _library = torch.library.Library("haloconv", "FRAGMENT")
 _library.define("_post(Tensor[] send, int[] to, Tensor[] recv, int[] source, int[] group, int[] op) -> int")
 _library.define("_wait(int ticket) -> ()")
 _library.define("_report(int[] group, int[] message) -> ()")
+_library.define("_connect(int[] group, int device) -> int")
 
 
 class _Statistics:
@@ -71,6 +74,8 @@ class _Channel:
         self._group = weakref.ref(group)  # its own key in _channels
         self.epoch = 0
         self.next_exchange = 0
+        self.connects = 0  # in this epoch
+        self.uses_c10d = False  # for tensors on a device: the ranks have agreed (_nccl.py)
         # By peer, oldest first: (epoch, exchange, work, buffer) of sends, and (epoch, work, buffer) of reports.
         self.sends = collections.defaultdict(collections.deque)
         self.reports = collections.defaultdict(lambda: collections.deque(maxlen=_MAX_REPORTS))
@@ -103,7 +108,10 @@ class _Channel:
             work.wait()
 
 
-_Ticket = collections.namedtuple("_Ticket", "channel epoch exchange op checked works recvs peers sends")
+# targets: where what was received in host memory goes to on a device, or None.
+_Ticket = collections.namedtuple(
+    "_Ticket", "channel epoch exchange op checked works recvs peers sends targets"
+)
 
 statistics = _Statistics()
 _channels = weakref.WeakKeyDictionary()
@@ -160,6 +168,9 @@ def _post(send, to, recv, source, group_name, op):
     with _lock:
         channel = _channel(group_name)
         exchange, channel.next_exchange = channel.next_exchange, channel.next_exchange + 1
+        targets = None
+        if _staging.is_needed((*send, *recv), channel.group):
+            send, recv, targets = _staging.to_host(send), _staging.rooms(recv), recv
         on_cpu = all(buffer.device.type == "cpu" for buffer in (*send, *recv))
         if on_cpu:
             for buffer in send:
@@ -174,7 +185,9 @@ def _post(send, to, recv, source, group_name, op):
                 channel.hold(peer, exchange, work, chunk)
             works = works[: len(receives)]
         ticket = next(_ticket_numbers)
-        _tickets[ticket] = _Ticket(channel, channel.epoch, exchange, op, on_cpu, works, recv, source, send)
+        _tickets[ticket] = _Ticket(
+            channel, channel.epoch, exchange, op, on_cpu, works, recv, source, send, targets
+        )
         statistics.add(
             op,
             messages=len(send),
@@ -201,6 +214,8 @@ def _wait(ticket_number):
                 ticket.channel.release(peer, ticket.epoch, ticket.exchange)
         for work in works:
             work.wait()
+        if ticket.targets is not None:
+            _staging.to_device(ticket.recvs, ticket.targets)
     except RuntimeError as error:
         raise RuntimeError(
             f"exchange {ticket.exchange} ({ticket.op}) with ranks {ticket.peers} of group "
@@ -227,6 +242,23 @@ def _store_key(channel, rank):
     return f"haloconv/{channel.group.group_name}/{rank}"
 
 
+def failed_key(channel, epoch):
+    """Where the ranks of a group leave word that one of them failed: for those that wait for a device, not for a
+    message (_nccl.py). How many exchanges it had posted there, and a sentence."""
+    first = dist.get_process_group_ranks(channel.group)[0]
+    return f"haloconv/{channel.group.group_name}/{first}/{epoch}/failed"
+
+
+def _leave_word(key, posted, sentence):
+    """The word of the rank that had posted least stays."""
+    store, before = _get_default_store(), ""
+    while before == "" or int(before.partition(" ")[0]) > posted:
+        found = store.compare_set(key, before, f"{posted} {sentence}").decode()
+        if found == f"{posted} {sentence}":
+            break
+        before = found
+
+
 def _reported(channel, peer):
     try:
         return _get_default_store().get(_store_key(channel, peer)).decode()
@@ -237,13 +269,15 @@ def _reported(channel, peer):
 def report(group_name, message):
     """Ends the epoch of a group. Never raises: it runs while another error is on its way."""
     try:
+        posted = _C.nccl_close_failed(group_name)
         with _lock:
             channel = _channel(group_name)
             group, tag, epoch = channel.group, channel.tag, channel.epoch
             channel.epoch += 1
-            channel.next_exchange = 0
+            channel.next_exchange = channel.connects = 0
         rank = dist.get_rank(group)
         _get_default_store().set(_store_key(channel, rank), message)
+        _leave_word(failed_key(channel, epoch), posted, f"rank {rank} reported: {message}")
         for peer in range(dist.get_world_size(group)):
             if peer != rank and dist.get_backend(group) == "gloo":
                 buffer = torch.empty(HEADER_BYTES, dtype=torch.uint8)
@@ -297,9 +331,14 @@ def comm_stats():
         part in, ``seconds`` spent posting and waiting, and ``by_op`` with the same numbers for each operation. Bytes of
         an all-reduce are those of its tensor.
     """
+    for op, messages, sent, exchanges, seconds in _C.nccl_counts():
+        kind = "all_reduces" if op == "all_reduce" else "exchanges"
+        statistics.add(op, messages=messages, bytes=sent, seconds=seconds, **{kind: exchanges})
+    _C.nccl_reset_counts()
     return statistics.totals()
 
 
 def reset_comm_stats():
     """Sets all counters to zero."""
     statistics.by_op.clear()
+    _C.nccl_reset_counts()

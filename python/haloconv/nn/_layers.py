@@ -85,8 +85,11 @@ def _replicated(module, mesh):
     placements = [Replicate()] * mesh.ndim
     try:
         for table in tables:
-            for name, tensor in table.items():
-                if tensor is not None and not isinstance(tensor, DTensor):
+            for name in table:
+                tensor = getattr(module, name)  # not table[name]: FSDP2's parameters are presented (_fsdp.py)
+                if isinstance(tensor, DTensor):
+                    table[name] = tensor
+                elif tensor is not None:
                     table[name] = DTensor.from_local(tensor, mesh, placements, run_check=False)
         yield
     finally:

@@ -256,12 +256,15 @@ def test_states_over_data_parallel_ranks_too():
     run_ranks(4, with_data_parallelism)
 
 
-def two_spatial_dims():
+def two_spatial_dims(flat):
     import haloconv
 
-    mesh = mesh_of((2, 2))
+    mesh = mesh_of((2, 2), ("h", "w"))
     plain = make(Next)
-    sharded = haloconv.parallelize(copy.deepcopy(plain), mesh, dim=(2, 3), shard_states=True)
+    options = {"mesh": mesh_of((4,))} if flat else None
+    sharded = haloconv.parallelize(
+        copy.deepcopy(plain), mesh, dim=(2, 3), shard_states=True, states_options=options
+    )
     images = data(height=12)
     (plain(images) ** 2).mean().backward()
     (full(sharded(haloconv.distribute(images, mesh, dim=(2, 3)))) ** 2).mean().backward()
@@ -270,9 +273,11 @@ def two_spatial_dims():
 
 
 @pytest.mark.core
-def test_mesh_of_two_spatial_dims():
-    """Fails when a gradient that is partial over two mesh dims is multiplied by one of them only."""
-    run_ranks(4, two_spatial_dims)
+@pytest.mark.parametrize("flat", [False, True])
+def test_mesh_of_two_spatial_dims(flat):
+    """Fails when a gradient that is partial over two mesh dims is multiplied by one of them only, or when states cannot
+    be sharded over the ranks of both."""
+    run_ranks(4, two_spatial_dims, flat)
 
 
 def mixed_precision():

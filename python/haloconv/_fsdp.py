@@ -103,6 +103,11 @@ def _check_states_mesh(states_mesh, mesh):
             f"states are to be sharded over a mesh of {states_mesh.ndim} dims, expected 1, or 2 (of which FSDP2 "
             f"replicates over the first): pass one as states_options['mesh']{on_rank()}"
         )
+    if states_mesh.ndim == 2 and states_mesh.mesh_dim_names is None:
+        raise ValueError(
+            f"states are to be sharded over {states_mesh}, expected names for its two dims, which FSDP2 asks for"
+            f"{on_rank()}"
+        )
     missing = set(mesh.mesh.flatten().tolist()) - set(states_mesh.mesh.flatten().tolist())
     if missing:
         raise ValueError(

@@ -261,7 +261,7 @@ def parallelize(
             copied or undone: save `full_state_dict`.
         states_options: what goes to `fully_shard`: "mp_policy", "reshard_after_forward", and "mesh", where more ranks
             than the images' hold parts, such as ``mesh`` of two dims for images on ``mesh["w"]``: gradients are then
-            averaged over the others.
+            averaged over the others. Of a mesh of two dims FSDP2 shards over the last and replicates over the first.
 
     Returns:
         `module`.

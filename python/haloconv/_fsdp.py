@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 from ._check import on_rank
 from ._dtensor import DTensor, Partial, Replicate, local_of, wrap_strided
+from ._mesh import ranks_of
 
 _OPTIONS = ("mesh", "mp_policy", "reshard_after_forward")
 
@@ -108,10 +109,10 @@ def _check_states_mesh(states_mesh, mesh):
             f"states are to be sharded over {states_mesh}, expected names for its two dims, which FSDP2 asks for"
             f"{on_rank()}"
         )
-    missing = set(mesh.mesh.flatten().tolist()) - set(states_mesh.mesh.flatten().tolist())
+    missing = ranks_of(mesh) - ranks_of(states_mesh)
     if missing:
         raise ValueError(
-            f"states_options['mesh'] has the ranks {states_mesh.mesh.tolist()}, expected all of the mesh's: the parts "
+            f"states_options['mesh'] has the ranks {sorted(ranks_of(states_mesh))}, expected all of the mesh's: the parts "
             f"of a gradient that ranks {sorted(missing)} have would not be summed{on_rank()}"
         )
 

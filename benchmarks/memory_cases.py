@@ -6,8 +6,8 @@ mesh that it is called on.
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import itertools
 from dataclasses import asdict, dataclass
 
 import haloconv
@@ -15,7 +15,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 CHECKPOINTING = ("none", "stage", "block", "pointwise")
@@ -34,7 +35,9 @@ class Case:
     optimizer: str = "none"  # "sgd", "adam"
     checkpointing: str = "none"
     sharded_states: bool = False
-    rank: int | None = None  # the one that is looked at; None: one with two neighbours, or all stages of a pipeline
+    rank: int | None = (
+        None  # the one that is looked at; None: one with two neighbours, or all stages of a pipeline
+    )
 
     @property
     def name(self):
@@ -148,7 +151,9 @@ def recompute(model, what):
 
 
 def _device(mesh_device, rank):
-    return torch.device(mesh_device, rank % max(1, torch.cuda.device_count()) if mesh_device == "cuda" else None)
+    return torch.device(
+        mesh_device, rank % max(1, torch.cuda.device_count()) if mesh_device == "cuda" else None
+    )
 
 
 def _materialized(model, device, seed):
@@ -196,15 +201,20 @@ class Program:
         kind = kinds[case.optimizer]
         self.optimizer = None if kind is None else kind(model.parameters(), lr=1e-3)
 
-    def step(self):
+    def step(self, observe=lambda moment: None):
+        """`observe` is called with "before", "forward" and "after"."""
         self.model.zero_grad(set_to_none=True)
+        observe("before")
         with self.autocast:
             out = self.model(self.images)
             out = haloconv.gather(out) if self.gathers else out
         loss = F.cross_entropy(out.float(), self.labels)
+        del out
+        observe("forward")
         loss.backward()
         if self.optimizer is not None:
             self.optimizer.step()
+        observe("after")
         return loss.detach()
 
 
@@ -225,7 +235,11 @@ def units(model):
     listed = [model.stem]
     for stage in model.stages:
         blocks = list(stage.blocks)
-        blocks[0] = blocks[0] if isinstance(stage.downsample, nn.Identity) else nn.Sequential(stage.downsample, blocks[0])
+        blocks[0] = (
+            blocks[0]
+            if isinstance(stage.downsample, nn.Identity)
+            else nn.Sequential(stage.downsample, blocks[0])
+        )
         listed += blocks
     listed[1] = nn.Sequential(listed.pop(0), listed[0])
     listed[-1] = nn.Sequential(listed[-1], model.norm_pre, model.head)
@@ -245,7 +259,7 @@ class Pipeline:
         recompute(model, case.checkpointing)
         listed, stages = units(model), case.ranks
         bounds = [len(listed) * index // stages for index in range(stages + 1)]
-        at = _shapes(listed, bounds, (1, *case.input[1:]), autocast, device)
+        at = _shapes(listed, bounds, (1, *case.input[1:]), autocast)
         mine = Stage(listed[bounds[rank] : bounds[rank + 1]])
         self.model = _materialized(mine, device, seed=rank)
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=autocast)
@@ -259,7 +273,9 @@ class Pipeline:
             group=mesh.get_group(),
         )
         self.schedule = Schedule1F1B(
-            stage, n_microbatches=case.input[0], loss_fn=lambda out, labels: F.cross_entropy(out.float(), labels)
+            stage,
+            n_microbatches=case.input[0],
+            loss_fn=lambda out, labels: F.cross_entropy(out.float(), labels),
         )
         self.images = torch.randn(case.input, device=device) if rank == 0 else None
         last = rank == stages - 1
@@ -269,7 +285,8 @@ class Pipeline:
         kind = kinds[case.optimizer]
         self.optimizer = None if kind is None else kind(self.model.parameters(), lr=1e-3)
 
-    def step(self):
+    def step(self, observe=lambda moment: None):
+        """There is no moment between the forwards and the backwards of the micro-batches to observe."""
         self.model.zero_grad(set_to_none=True)
         with self.autocast:
             args = () if self.images is None else (self.images,)
@@ -280,15 +297,12 @@ class Pipeline:
         return torch.stack(losses).mean().detach() if losses else torch.zeros(())
 
 
-def _shapes(listed, bounds, shape, autocast, device):
-    """Shape and dtype between the stages, for one image, from a forward on the meta device."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        if autocast:  # the meta device has no autocast: what a block returns is bfloat16, after the stem
-            pass
+def _shapes(listed, bounds, shape, autocast):
+    """Shape and dtype between the stages, for one image, from a forward on the meta device, which has no autocast."""
+    with torch.no_grad():
         x = torch.empty(shape, device="meta")
         seen = [(tuple(x.shape), torch.float32)]
-        for begin, end in zip(bounds, bounds[1:]):
+        for begin, end in itertools.pairwise(bounds):
             for unit in listed[begin:end]:
                 x = unit(x)
             seen.append((tuple(x.shape), torch.bfloat16 if autocast else torch.float32))
@@ -300,5 +314,17 @@ def program(case, mesh, rank):
     return Pipeline(case, mesh, rank) if case.way == "pipeline" else Program(case, mesh, rank)
 
 
-def is_sharded(model):
-    return isinstance(model, FSDPModule)
+def kept_bytes(run):
+    """What this rank keeps from step to step, after one: bytes of parameters (and buffers), gradients, states."""
+
+    def nbytes(tensors):
+        own = [t.to_local() if isinstance(t, DTensor) else t for t in tensors if isinstance(t, torch.Tensor)]
+        return sum(tensor.nbytes for tensor in own)
+
+    parameters = list(run.model.parameters())
+    states = [] if run.optimizer is None else [v for s in run.optimizer.state.values() for v in s.values()]
+    return {
+        "parameters": nbytes([*parameters, *run.model.buffers()]),
+        "gradients": nbytes([parameter.grad for parameter in parameters]),
+        "states": nbytes(states),
+    }

@@ -20,7 +20,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -28,12 +27,11 @@ from pathlib import Path
 import haloconv
 import torch
 import torch.distributed as dist
-from harness import GIB, percentiles
-from memory_cases import Case, program
+from harness import GIB, interleaved
+from memory_cases import Case, kept_bytes, program
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.flop_counter import conv_flop_count, flop_registry
 
-PARTS = ("parameters", "gradients", "states", "activations", "temporaries")
 ALLOCATIONS = Path(__file__).resolve().parent.parent / "tests" / "allocations.c"
 
 
@@ -42,7 +40,9 @@ ALLOCATIONS = Path(__file__).resolve().parent.parent / "tests" / "allocations.c"
 
 def _exchange(input, weight, geometry):
     """Bytes of an exchange's messages on this rank, and of the copy of the shard with its halo, where one is made."""
-    stride, padding, dilation, transposed, output_padding, _, periodic, dims, sizes, ranks, worlds, _ = geometry
+    stride, padding, dilation, transposed, output_padding, _, periodic, dims, sizes, ranks, worlds, _ = (
+        geometry
+    )
     messages = extended = 0
     for dim, size, rank, world in zip(dims, sizes, ranks, worlds):
         at = dim - 2
@@ -97,7 +97,7 @@ def _tracker():
                 self.flops += _flops(func, args, kwargs or {}, result)
             return result
 
-    return Tracker(), _MemRefType
+    return Tracker()
 
 
 def _flops(func, args, kwargs, result):
@@ -132,27 +132,159 @@ def fake(case):
             run.step()
             if case.way != "pipeline":
                 run.model.zero_grad(set_to_none=True)
-            tracker, kinds = _tracker()
-            tracked = [run.model, *run.inputs] + ([] if run.optimizer is None else [run.optimizer])
-            tracker.track_external(*tracked)
+            tracker = _tracker()
+            tracker.track_external(
+                run.model, *run.inputs, *([] if run.optimizer is None else [run.optimizer])
+            )
+            device, alive = torch.device("cpu"), {}
             with tracker:
-                run.step()
-            peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
-            flops, halos = tracker.flops, tracker.halos
-            del run, tracked
+                run.step(lambda moment: alive.update({moment: _total(tracker, "current", device)}))
+            peak = _total(tracker, "peak", device)
+            kept = kept_bytes(run)
+            halos, flops = tracker.halos, tracker.flops
+            del run
     finally:
         dist.destroy_process_group()
         gc.collect()
-    parts = {
-        "parameters": peak[kinds.PARAM] + peak[kinds.BUFFER],
-        "gradients": peak[kinds.GRAD],
-        "states": peak[kinds.OPT],
-        "activations": peak[kinds.ACT] + peak[kinds.OTH],
-        "temporaries": peak[kinds.TEMP],
-    }
+    return {**_columns(peak, kept, alive), "halos_gib": halos / GIB, "flops": flops}
+
+
+def _total(tracker, which, device):
+    return tracker.get_tracker_snapshot(which)[device]["Total"]
+
+
+def _columns(peak, kept, alive):
+    """The columns of a step, all from bytes: its peak, what is kept, and what was alive at moments of it (or {})."""
+    activations = alive["forward"] - alive["before"] if alive else None
+    temporaries = None
+    if alive:
+        held = kept["parameters"] + kept["states"]
+        temporaries = peak - held - max(activations, kept["gradients"])
+    parts = {**kept, "activations": activations, "temporaries": temporaries}
     return {
-        "peak_gib": peak["Total"] / GIB,
-        **{f"{name}_gib": value / GIB for name, value in parts.items()},
-        "halos_gib": halos / GIB,
-        "flops": flops,
+        "peak_gib": peak / GIB,
+        **{f"{name}_gib": None if value is None else value / GIB for name, value in parts.items()},
     }
+
+
+# ---- real ranks ----
+
+
+def measured(cases, device, rounds=0):
+    """The columns of cases that have one number of ranks, from real processes; of each column the largest over ranks.
+
+    Each case has fresh processes. With `rounds` > 0 another set of processes holds all of them, and their steps take
+    turns: step_ms and its percentiles.
+    """
+    rows = [_largest(_launch([case], device, 0)) for case in cases]
+    if rounds > 0:
+        times = _launch(cases, device, rounds)
+        for number, row in enumerate(rows):
+            row |= max((of_rank[number] for of_rank in times), key=lambda columns: columns["step_ms"])
+    return rows
+
+
+def _largest(by_rank):
+    columns = {}
+    for (of_rank,) in by_rank:
+        for key, value in of_rank.items():
+            columns[key] = value if columns.get(key) is None else max(columns[key], value)
+    return columns
+
+
+def _launch(cases, device, rounds):
+    """Runs `worker` on every rank; what each printed."""
+    ranks = cases[0].ranks
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)}
+    with tempfile.TemporaryDirectory() as directory:
+        if device == "cpu" and rounds == 0:
+            library = f"{directory}/allocations.so"
+            command = ["gcc", "-O2", "-shared", "-fPIC", "-o", library, ALLOCATIONS, "-ldl"]
+            subprocess.run(command, check=True)
+            environment["LD_PRELOAD"] = library
+        task = json.dumps([[asdict(case) for case in cases], device, rounds, f"{directory}/store"])
+        command = [sys.executable, __file__]
+        processes = [
+            subprocess.Popen([*command, str(rank), task], env=environment, stdout=subprocess.PIPE, text=True)
+            for rank in range(ranks)
+        ]
+        try:
+            outputs = [process.communicate(timeout=1800)[0] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+    failed = [rank for rank, process in enumerate(processes) if process.returncode != 0]
+    if failed:
+        raise RuntimeError(f"{cases[0].name}: rank(s) {failed} of {ranks} failed")
+    return [json.loads(output.splitlines()[-1]) for output in outputs]
+
+
+class _Allocator:
+    """What is alive above a mark, and the most that was, in bytes."""
+
+    def __init__(self, device):
+        self.is_cuda = device == "cuda"
+        if not self.is_cuda:
+            self.library = ctypes.CDLL(os.environ["LD_PRELOAD"])
+            for name in ("allocations_peak", "allocations_alive"):
+                getattr(self.library, name).restype = ctypes.c_long
+        self.below = 0
+        self.mark()
+
+    def mark(self):
+        """The peak starts over."""
+        gc.collect()
+        if self.is_cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            self.below += self.library.allocations_alive() if hasattr(self, "marked") else 0
+            self.library.allocations_mark()
+            self.marked = True
+
+    def alive(self):
+        return (
+            torch.cuda.memory_allocated() if self.is_cuda else self.below + self.library.allocations_alive()
+        )
+
+    def peak(self):
+        return (
+            torch.cuda.max_memory_allocated()
+            if self.is_cuda
+            else self.below + self.library.allocations_peak()
+        )
+
+
+def worker(rank, cases, device, rounds, store):
+    """One rank: the columns of each case."""
+    world = cases[0].ranks
+    torch.set_num_threads(1 if device == "cpu" else torch.get_num_threads())
+    if device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
+    mesh = init_device_mesh(device, (world,))
+    if rounds > 0:
+        runs = [program(case, mesh, rank) for case in cases]
+        taken = interleaved({number: run.step for number, run in enumerate(runs)}, rounds)
+        return [taken[number] for number in range(len(cases))]
+    allocator = _Allocator(device)
+    run = program(cases[0], mesh, rank)
+    run.step()
+    run.model.zero_grad(set_to_none=True)
+    haloconv.reset_comm_stats()
+    allocator.mark()
+    alive = {}
+    loss = run.step(lambda moment: alive.update({moment: allocator.alive()}))
+    columns = _columns(allocator.peak(), kept_bytes(run), alive)
+    columns["loss"] = float(loss)
+    if device == "cuda":
+        columns["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
+    return [columns]
+
+
+if __name__ == "__main__":
+    _cases, *_rest = json.loads(sys.argv[2])
+    print(json.dumps(worker(int(sys.argv[1]), [Case(**case) for case in _cases], *_rest)))
+    sys.stdout.flush()
+    os._exit(0)  # no destroy_process_group: a peer may be gone already

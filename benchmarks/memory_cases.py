@@ -93,8 +93,8 @@ class Float32LayerNorm2d(Float32LayerNorm):
 
 
 def network(name, autocast):
-    """A timm ConvNeXt on the meta device. `name` may end in ", elementwise norm"; `name` of "convnext_tiny/4" has a
-    quarter of the channels."""
+    """A timm network on the meta device. A ConvNeXt's name may end in ", elementwise norm", and "convnext_tiny/4" has a
+    quarter of the channels. What recomputes or makes a pipeline of parts needs a ConvNeXt's."""
     import timm
     from timm.layers import LayerNorm2d
     from timm.models.convnext import ConvNeXt
@@ -141,8 +141,10 @@ def recompute(model, what):
     context = {}
     if what == "pointwise":
         context = {"context_fn": functools.partial(create_selective_checkpoint_contexts, _keep_products)}
+    if what == "none":
+        return
     parts = model.stages if what == "stage" else [block for stage in model.stages for block in stage.blocks]
-    for part in parts if what != "none" else ():
+    for part in parts:
         forward = part.forward
         part.forward = functools.partial(checkpoint, forward, use_reentrant=False, **context)
 
@@ -164,6 +166,8 @@ def _materialized(model, device, seed):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.normal_(0, 0.02, generator=generator)
+            for buffer in model.buffers():
+                buffer.zero_()
     return model
 
 
@@ -241,7 +245,8 @@ def units(model):
             else nn.Sequential(stage.downsample, blocks[0])
         )
         listed += blocks
-    listed[1] = nn.Sequential(listed.pop(0), listed[0])
+    stem = listed.pop(0)
+    listed[0] = nn.Sequential(stem, listed[0])
     listed[-1] = nn.Sequential(listed[-1], model.norm_pre, model.head)
     return listed
 
@@ -268,8 +273,8 @@ class Pipeline:
             rank,
             stages,
             device,
-            input_args=(torch.empty(at[rank][0], dtype=at[rank][1], device="meta"),),
-            output_args=(torch.empty(at[rank + 1][0], dtype=at[rank + 1][1], device="meta"),),
+            input_args=(_like(*at[rank], requires_grad=rank > 0),),
+            output_args=(_like(*at[rank + 1], requires_grad=True),),
             group=mesh.get_group(),
         )
         self.schedule = Schedule1F1B(
@@ -297,9 +302,13 @@ class Pipeline:
         return torch.stack(losses).mean().detach() if losses else torch.zeros(())
 
 
+def _like(shape, dtype, requires_grad):
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad)
+
+
 def _shapes(listed, bounds, shape, autocast):
     """Shape and dtype between the stages, for one image, from a forward on the meta device, which has no autocast."""
-    with torch.no_grad():
+    with torch.no_grad(), unset_fake_temporarily():
         x = torch.empty(shape, device="meta")
         seen = [(tuple(x.shape), torch.float32)]
         for begin, end in itertools.pairwise(bounds):

@@ -112,8 +112,8 @@ def _check_states_mesh(states_mesh, mesh):
     missing = ranks_of(mesh) - ranks_of(states_mesh)
     if missing:
         raise ValueError(
-            f"states_options['mesh'] has the ranks {sorted(ranks_of(states_mesh))}, expected all of the mesh's: the parts "
-            f"of a gradient that ranks {sorted(missing)} have would not be summed{on_rank()}"
+            f"states_options['mesh'] has the ranks {sorted(ranks_of(states_mesh))}, expected all of the mesh's: "
+            f"the parts of a gradient that ranks {sorted(missing)} have would not be summed{on_rank()}"
         )
 
 

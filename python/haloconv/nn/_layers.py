@@ -9,6 +9,7 @@ import contextlib
 
 import torch
 
+from .. import _autograd
 from .._dtensor import DTensor, Partial, Replicate, is_exactly_shard, strides_of
 from .._layout import settled
 from .._rules import layer_rules
@@ -129,7 +130,7 @@ class Linear(torch.nn.Linear):
                 None if tensor is None else tensor.redistribute(placements=[Replicate()] * mesh.ndim)
                 for tensor in (self.weight, self.bias)
             )
-            local = torch.nn.functional.linear(
+            local = _autograd.linear(
                 input.to_local(grad_placements=input.placements),
                 weight.to_local(grad_placements=partial),
                 None if bias is None else bias.to_local(grad_placements=partial),

@@ -32,9 +32,10 @@ class Case:
     way: str = "one card"
     ranks: int = 1
     dtype: str = "float32"  # or "bfloat16 autocast"
-    optimizer: str = "none"  # "sgd", "adam"
+    optimizer: str = "none"  # "sgd", "momentum", "adam"
     checkpointing: str = "none"
     sharded_states: bool = False
+    gathered: str = "bfloat16"  # what sharded parameters are gathered in, under autocast; or "float32"
     rank: int | None = (
         None  # the one that is looked at; None: one with two neighbours, or all stages of a pipeline
     )
@@ -46,6 +47,7 @@ class Case:
         if self.checkpointing == "pointwise":
             parts[-1] = "recomputing pointwise ops"
         parts += ["sharded states"] if self.sharded_states else []
+        parts += ["gathered in float32"] if self.gathered == "float32" else []
         return ", ".join(parts)
 
     def as_row(self):
@@ -171,6 +173,16 @@ def _materialized(model, device, seed):
     return model
 
 
+def _optimizer(case, model):
+    kinds = {
+        "none": lambda parameters: None,
+        "sgd": functools.partial(torch.optim.SGD, lr=1e-3),
+        "momentum": functools.partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
+        "adam": functools.partial(torch.optim.Adam, lr=1e-3),
+    }
+    return kinds[case.optimizer](model.parameters())
+
+
 class Program:
     """A training step and what it trains: `model`, `optimizer` (None if the case has none), `step()`, which returns the
     loss, and `inputs`, tensors that it holds from step to step."""
@@ -189,9 +201,8 @@ class Program:
             options = {}
             if case.sharded_states:
                 blocks = [block for stage in model.stages for block in stage.blocks]
-                policy = MixedPrecisionPolicy(
-                    param_dtype=torch.bfloat16 if autocast else None, reduce_dtype=torch.float32
-                )
+                gathered = torch.bfloat16 if autocast and case.gathered == "bfloat16" else None
+                policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32)
                 options = dict(
                     shard_states=[model.stem, *(s.downsample for s in model.stages[1:]), *blocks, model.head],
                     states_options={"mp_policy": policy, "reshard_after_forward": True},
@@ -201,9 +212,7 @@ class Program:
         self.model, self.images, self.labels = model, images, labels
         self.inputs = [images, labels]
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=autocast)
-        kinds = {"none": None, "sgd": torch.optim.SGD, "adam": torch.optim.Adam}
-        kind = kinds[case.optimizer]
-        self.optimizer = None if kind is None else kind(model.parameters(), lr=1e-3)
+        self.optimizer = _optimizer(case, model)
 
     def step(self, observe=lambda moment: None):
         """`observe` is called with "before", "forward" and "after"."""
@@ -286,9 +295,7 @@ class Pipeline:
         last = rank == stages - 1
         self.labels = torch.zeros(case.input[0], dtype=torch.long, device=device) if last else None
         self.inputs = [tensor for tensor in (self.images, self.labels) if tensor is not None]
-        kinds = {"none": None, "sgd": torch.optim.SGD, "adam": torch.optim.Adam}
-        kind = kinds[case.optimizer]
-        self.optimizer = None if kind is None else kind(self.model.parameters(), lr=1e-3)
+        self.optimizer = _optimizer(case, self.model)
 
     def step(self, observe=lambda moment: None):
         """There is no moment between the forwards and the backwards of the micro-batches to observe."""

@@ -103,7 +103,7 @@ FITTING = [
     ("resnet10t", (4, 3, 256, 1024)),
     ("convnext_tiny/4", (4, 3, 256, 1024)),
 ]
-FAST = ("convnext_atto", (2, 3, 256, 1024))
+FAST = ("convnext_atto", (4, 3, 256, 1024))
 
 
 def grid(model, shape, dtype, optimizer, ranks):

@@ -25,8 +25,8 @@ def run(script, directory, *options):
 
 
 def test_memory_table(tmp_path):
-    """Fails when fake tensors and real ranks differ in memory by more than 5 %, split and unsplit in their losses, or when
-    the parts of a row do not add up."""
+    """Fails when fake tensors and real ranks differ in memory by more than 5 %, split and unsplit in their losses, or
+    when the parts of a row do not add up."""
     pytest.importorskip("timm")
     rows = run("memory_table.py", tmp_path)["rows"]
     assert [row["measured"] for row in rows] == ["fake", "fake", "cpu", "cpu"]

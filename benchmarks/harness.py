@@ -175,6 +175,8 @@ class Benchmark:
         self.columns = {**COLUMNS, **(columns or {})}
         self.rows = []
         self.console = Console(quiet=rank() != 0)
+        if not self.console.is_terminal:  # into a file: no column is cut
+            self.console = Console(quiet=rank() != 0, width=250)
         self.parser = argparse.ArgumentParser(
             description=description, formatter_class=argparse.RawDescriptionHelpFormatter
         )
@@ -245,6 +247,12 @@ class Benchmark:
             "rows": self.rows,
         }
 
+    def save(self):
+        """Writes --json, if asked for. `finish` does; call it for each row of a benchmark that takes long."""
+        if rank() == 0 and self.args.json is not None:
+            self.args.json.parent.mkdir(parents=True, exist_ok=True)
+            self.args.json.write_text(json.dumps(self.report(), indent=1) + "\n")
+
     def finish(self, keys=(), title=None, plot=None):
         """The table of `keys`, then the files that were asked for.
 
@@ -254,12 +262,8 @@ class Benchmark:
         """
         if keys:
             self.table(keys, title=title)
-        if rank() != 0:
-            return
-        if self.args.json is not None:
-            self.args.json.parent.mkdir(parents=True, exist_ok=True)
-            self.args.json.write_text(json.dumps(self.report(), indent=1) + "\n")
-        if self.args.plot is not None:
+        self.save()
+        if rank() == 0 and self.args.plot is not None:
             if plot is None:
                 self.parser.error(f"{self.name} has no plot")
             import matplotlib

@@ -33,8 +33,9 @@ static bool chosen(bool fast, hc_fast_count if_fast, hc_fast_count if_general) {
 /* ---- whether and how ---- */
 
 /* Where the copy is cheaper: strips are more than this part of the own outputs, or the weight, which a second call takes
- * in again, and whose gradient it makes again, is more than so many times the shard. */
-enum { STRIPS_AT_MOST_ONE_IN = 3, WEIGHT_AT_MOST_SHARDS = 8 };
+ * in again, and whose gradient it makes again, is more than so many times the shard. With a stride the extended buffer
+ * costs more: ATen's gradient of a weight over one of odd width takes a scratch buffer many times its size. */
+enum { STRIPS_AT_MOST_ONE_IN = 3, WEIGHT_AT_MOST_SHARDS = 2, WEIGHT_AT_MOST_SHARDS_STRIDED = 8 };
 
 /* Whether the general path takes this rank's tensor as it is, and no rank sends anything. */
 static bool is_whole(const hc_layout_dim *dim, bool of_input) {
@@ -88,9 +89,10 @@ static bool use_strips(const hc_layout *layout, int64_t lower, int64_t upper, bo
     const int64_t begin = dim->out_own.end - (inside ? length : 0);
     fast->outputs[fast->nstrips++] = (hc_interval){begin, begin + length};
   }
+  const int64_t most_shards = dim->window.stride > 1 ? WEIGHT_AT_MOST_SHARDS_STRIDED : WEIGHT_AT_MOST_SHARDS;
   return path == FAST || fast->nstrips == 0 ||
          (fast->nstrips * length * STRIPS_AT_MOST_ONE_IN <= own &&
-          hc_shape_numel(&layout->weight) <= WEIGHT_AT_MOST_SHARDS * hc_shape_numel(&layout->input));
+          hc_shape_numel(&layout->weight) <= most_shards * hc_shape_numel(&layout->input));
 }
 
 static bool choose_forward(const hc_layout *layout, hc_fast *fast) {

@@ -6,6 +6,7 @@
  *
  *   allocations_mark()  the peak starts over from what is alive now, and so do all counts
  *   allocations_peak()  the most that was alive since, above what was at the mark
+ *   allocations_alive() what is alive now, above what was at the mark
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -66,6 +67,7 @@ static void count(void *block, long sign) {
 
 void allocations_mark(void);
 long allocations_peak(void);
+long allocations_alive(void);
 
 void allocations_mark(void) {
   at_mark = __atomic_load_n(&alive, __ATOMIC_RELAXED);
@@ -73,6 +75,8 @@ void allocations_mark(void) {
 }
 
 long allocations_peak(void) { return __atomic_load_n(&peak, __ATOMIC_RELAXED) - at_mark; }
+
+long allocations_alive(void) { return __atomic_load_n(&alive, __ATOMIC_RELAXED) - at_mark; }
 
 void *malloc(size_t size) {
   find();

@@ -89,8 +89,12 @@ def redistributed_specs(decision, args, kwargs):
 def orders_shards_anew(decision):
     """Whether a decision of DTensor's gives an output a placement of Shard's private kin."""
     specs = [x for x in tree_leaves(getattr(decision, "output_spec", None)) if isinstance(x, DTensorSpec)]
-    plain = (Shard, Partial, Replicate)
-    return any(type(placement) not in plain for spec in specs for placement in spec.placements)
+    # Partial has private kin too (a norm's), which orders nothing.
+    return any(
+        not (is_exactly_shard(placement) or isinstance(placement, (Partial, Replicate)))
+        for spec in specs
+        for placement in spec.placements
+    )
 
 
 def keep_whole_while_tracing(packets):

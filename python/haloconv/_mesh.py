@@ -2,6 +2,7 @@
 
 import functools
 
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._check import on_rank
@@ -15,12 +16,19 @@ def group_name(mesh, mesh_dim):
         raise ValueError(f"mesh is {mesh}, expected one whose process groups are alive{on_rank()}") from error
 
 
+def ranks_of(mesh):
+    """All global ranks of a mesh, a set."""
+    with unset_fake_temporarily():  # a mesh is real where tensors are fake
+        return set(mesh.mesh.flatten().tolist())
+
+
 @functools.lru_cache(maxsize=64)
 def _first_unordered_dim(mesh):
     """The first mesh dim along which global ranks do not ascend, or None."""
-    for mesh_dim in range(mesh.ndim):
-        if mesh.size(mesh_dim) > 1 and not bool((mesh.mesh.diff(dim=mesh_dim) > 0).all()):
-            return mesh_dim
+    with unset_fake_temporarily():
+        for mesh_dim in range(mesh.ndim):
+            if mesh.size(mesh_dim) > 1 and not bool((mesh.mesh.diff(dim=mesh_dim) > 0).all()):
+                return mesh_dim
     return None
 
 

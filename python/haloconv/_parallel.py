@@ -4,9 +4,10 @@ import hashlib
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map_only
 
-from . import _dtensor, _nccl, _rules, nn
+from . import _dtensor, _fsdp, _nccl, _rules, nn
 from ._check import as_int, on_rank
 from ._distribute import distribute, gather
 from ._dtensor import DTensor, Replicate
@@ -187,17 +188,23 @@ def _digest(tensor):
     return hashlib.sha256(data.numpy().tobytes()).hexdigest()
 
 
+def _agreed_values(tensor, mesh, broadcast):
+    """A parameter or buffer, detached, on the mesh's device, with the values of the mesh's first rank."""
+    local = tensor.detach()
+    if local.device.type != mesh.device_type:
+        local = local.to(mesh.device_type)
+    if broadcast:
+        dense = local.contiguous()
+        _broadcast(dense, mesh)
+        if dense is not local and dense.data_ptr() != local.data_ptr():
+            local = torch.empty_like(local).copy_(dense)  # the values, in the memory format that it had
+    return local
+
+
 def _as_replicated(tensor, mesh, broadcast):
     """A Replicate DTensor of a parameter or buffer: a Parameter for a Parameter."""
     with torch.no_grad():
-        local = tensor.detach()
-        if local.device.type != mesh.device_type:
-            local = local.to(mesh.device_type)
-        if broadcast:
-            dense = local.contiguous()
-            _broadcast(dense, mesh)
-            if dense is not local and dense.data_ptr() != local.data_ptr():
-                local = torch.empty_like(local).copy_(dense)  # the values, in the memory format that it had
+        local = _agreed_values(tensor, mesh, broadcast)
         placed = DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
     if not isinstance(tensor, torch.nn.Parameter):
         return placed
@@ -209,8 +216,24 @@ def _as_replicated(tensor, mesh, broadcast):
     return parameter
 
 
+def _as_dense(parameter, mesh, broadcast):
+    """A plain, contiguous parameter, which is what FSDP2 takes."""
+    with torch.no_grad():
+        local = _agreed_values(parameter, mesh, broadcast).contiguous()
+    return torch.nn.Parameter(local, requires_grad=parameter.requires_grad)
+
+
 def parallelize(
-    module, mesh, dim=-1, *, shard_inputs=False, gather_outputs=False, broadcast=True, on_missing="error"
+    module,
+    mesh,
+    dim=-1,
+    *,
+    shard_inputs=False,
+    gather_outputs=False,
+    broadcast=True,
+    on_missing="error",
+    shard_states=False,
+    states_options=None,
 ):
     """Makes a module work on sharded DTensors, in place.
 
@@ -231,6 +254,14 @@ def parallelize(
             forward or backward runs. "error": RuntimeError. "gather": its inputs are gathered on every rank for that op
             alone, and its result is sharded again; a warning says so, once for each op.
         broadcast: the values of the mesh's first rank go to all. False: they are checked to agree.
+        shard_states: each rank keeps only its part of every parameter, gradient and optimizer state: FSDP2
+            (`torch.distributed.fsdp.fully_shard`) on the same ranks. True: the module is one group, whose parameters
+            are gathered when it runs. A list of submodules: each is a group of its own, gathered when it runs and
+            freed after, and the rest is another; the blocks of a network are a good choice. Such a module cannot be
+            copied or undone: save `full_state_dict`.
+        states_options: what goes to `fully_shard`: "mp_policy", "reshard_after_forward", and "mesh", where more ranks
+            than the images' hold parts, such as ``mesh`` of two dims for images on ``mesh["w"]``: gradients are then
+            averaged over the others. Of a mesh of two dims FSDP2 shards over the last and replicates over the first.
 
     Returns:
         `module`.
@@ -244,6 +275,13 @@ def parallelize(
     if on_missing not in ("error", "gather"):
         raise ValueError(f"on_missing is {on_missing!r}, expected 'error' or 'gather'{on_rank()}")
     _check_module(module, mesh)
+    shards_states = shard_states is not False
+    if shards_states:
+        groups, states_options = _fsdp.check(module, mesh, shard_states, states_options)
+    elif states_options is not None:
+        raise ValueError(
+            f"states_options is {states_options!r} and shard_states False, expected None{on_rank()}"
+        )
     _rules.enable_rules()
     _nccl.connect_mesh(mesh)
     _rules.tag_caches()
@@ -254,7 +292,9 @@ def parallelize(
     for table, name, _ in list(_named_tensors(module)):
         tensor = table[name]
         if id(tensor) not in placed:
-            placed[id(tensor)] = tensor, _as_replicated(tensor, mesh, broadcast)
+            dense = shards_states and isinstance(tensor, torch.nn.Parameter)
+            place = _as_dense if dense else _as_replicated
+            placed[id(tensor)] = tensor, place(tensor, mesh, broadcast)
         table[name] = placed[id(tensor)][1]
     for child in module.modules():
         if type(child) in _SWAPS:
@@ -263,6 +303,8 @@ def parallelize(
     state = _Parallel(mesh, dim, shard_inputs, gather_outputs, on_missing)
     module.__dict__[MARK] = state
     state.install(module)
+    if shards_states:
+        _fsdp.shard(module, mesh, groups, states_options)
     return module
 
 
@@ -275,8 +317,13 @@ def unparallelize(module):
         `module`.
 
     Raises:
-        ValueError: the module is not a parallelized one.
+        ValueError: the module is not a parallelized one, or its states are sharded.
     """
+    if isinstance(module, FSDPModule):
+        raise ValueError(
+            "module has sharded states, expected replicated ones: FSDP2 cannot be undone, load its full_state_dict "
+            f"into a new module instead{on_rank()}"
+        )
     if not isinstance(module, torch.nn.Module) or MARK not in module.__dict__:
         raise ValueError(f"module is {type(module).__name__}, expected one that was parallelized{on_rank()}")
     module.__dict__.pop(MARK).remove(module)

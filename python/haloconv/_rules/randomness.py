@@ -45,6 +45,9 @@ def _default_states(device_type):
 
 def agree(mesh):
     """All ranks of the mesh have the same default generators from now on, until `disagree`."""
+    if torch._guards.detect_fake_mode() is not None:  # nothing is drawn
+        _agreed.append([])
+        return
     states = _default_states(mesh.device_type)
     seed = int(torch.randint(2**62, ()))
     states[0] = torch.get_rng_state()  # one draw further: the next forward gets other numbers
@@ -61,7 +64,8 @@ def agree(mesh):
 def disagree():
     """The generators as they were before `agree`."""
     states = _agreed.pop()
-    torch.set_rng_state(states[0])
+    if states:
+        torch.set_rng_state(states[0])
     if len(states) > 1:
         torch.cuda.set_rng_state(states[1])
 

@@ -9,6 +9,7 @@ import contextlib
 
 import torch
 
+from .. import _autograd
 from .._dtensor import DTensor, Partial, Replicate, is_exactly_shard, strides_of
 from .._layout import settled
 from .._rules import layer_rules
@@ -85,8 +86,11 @@ def _replicated(module, mesh):
     placements = [Replicate()] * mesh.ndim
     try:
         for table in tables:
-            for name, tensor in table.items():
-                if tensor is not None and not isinstance(tensor, DTensor):
+            for name in table:
+                tensor = getattr(module, name)  # not table[name]: FSDP2's parameters are presented (_fsdp.py)
+                if isinstance(tensor, DTensor):
+                    table[name] = tensor
+                elif tensor is not None:
                     table[name] = DTensor.from_local(tensor, mesh, placements, run_check=False)
         yield
     finally:
@@ -126,7 +130,7 @@ class Linear(torch.nn.Linear):
                 None if tensor is None else tensor.redistribute(placements=[Replicate()] * mesh.ndim)
                 for tensor in (self.weight, self.bias)
             )
-            local = torch.nn.functional.linear(
+            local = _autograd.linear(
                 input.to_local(grad_placements=input.placements),
                 weight.to_local(grad_placements=partial),
                 None if bias is None else bias.to_local(grad_placements=partial),

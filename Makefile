@@ -28,12 +28,13 @@ endif
 export BASE_PYTHON
 SANITIZED := build/sanitize
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-short test test-213 test-kernels lint format build wheel audit sanitize sanitize-short fuzz zoo mutation \
-    mutation-short clean distclean env env-lint env-213
+.PHONY: help demo demo-short test test-long test-213 test-kernels lint format build wheel audit sanitize \
+    sanitize-short fuzz zoo bench-check mutation mutation-short clean distclean env env-lint env-213
 
 help:
 	@echo 'make demo       trains a ConvNet on images split over $(NPROC) processes, and unsplit'
 	@echo 'make test       the test suite'
+	@echo 'make test-long  the same with every rule on 1 to 4 processes'
 	@echo 'make lint       ruff, clang-format, clang-tidy, gcc -Werror, the rules of the repository'
 	@echo 'make format     lets ruff and clang-format rewrite the files'
 	@echo 'make build      builds the extension into python/haloconv'
@@ -44,6 +45,7 @@ help:
 	@echo 'make sanitize   the core of the suite under AddressSanitizer and UndefinedBehaviorSanitizer'
 	@echo 'make fuzz       the random tests with many more examples'
 	@echo 'make zoo        whole published models on 2 and 3 processes against their unsplit selves'
+	@echo 'make bench-check  PASS or FAIL for each speed target, over five runs of the benchmarks'
 	@echo 'make mutation   breaks the rule on purpose, in many ways: do tests notice each?'
 	@echo 'make clean      removes what was built; make distclean the virtual environments too'
 
@@ -51,11 +53,14 @@ demo: build
 	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) \
 	    examples/train_convnext.py $(ARGS)
 
-demo-short: ARGS += --steps 40
+demo-short: ARGS += --steps 15
 demo-short: demo
 
 test: build
 	$(PY) -m pytest $(ARGS)
+
+test-long: export HALOCONV_LONG = 1
+test-long: test
 
 build: env
 	@$(PY) .ci/build_in_place.py
@@ -91,13 +96,16 @@ sanitize: env
 # The failing n-th calls and the rules' grids, which are Python over the same C, take minutes there: `make sanitize` has
 # them.
 RULE_TESTS := adaptive losses missing norms padding pointwise pooling randomness rearranging reductions resizing unfolding
-sanitize-short: export HALOCONV_FUZZ_CASES = 100
+sanitize-short: export HALOCONV_FUZZ_CASES = 50
 sanitize-short: ARGS += --deselect tests/test_ops_memory.py::test_every_libtorch_call_may_fail \
     $(RULE_TESTS:%=--ignore tests/test_%.py)
 sanitize-short: sanitize
 
 fuzz: build
 	HALOCONV_FUZZ_CASES=5000 $(PY) -m pytest --timeout 7200 tests/test_convolution_fuzz.py tests/test_plan.py $(ARGS)
+
+bench-check: build
+	$(PY) benchmarks/check.py $(ARGS)
 
 zoo: build
 	OMP_NUM_THREADS=1 $(PY) tests/zoo.py $(ARGS)

@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 benchmarks/overhead.py [--json FILE] [--rounds N]
 
-Two tables. *Exchange*: the ranks swap columns of a tensor, packed from it and unpacked into another, against
-batch_isend_irecv of ready buffers of as many bytes; the calls take turns. *Host time*: a layer on a mesh of one rank, on
-an image so small that nothing but the calls takes time, against torch's, by itself and through autograd.grad.
+*Exchange*: the ranks swap columns of a tensor, packed from it and unpacked into another, against batch_isend_irecv of
+ready buffers of as many bytes; the calls take turns. *Host time*: a layer on a mesh of one rank, on an image so small
+that nothing but the calls takes time, against torch's, by itself and through autograd.grad.
 """
 
 import os
@@ -42,9 +42,10 @@ def swap(mesh, channels, columns, layout):
     send, recv = torch.empty(mine.nbytes, dtype=torch.uint8), torch.empty(mine.nbytes, dtype=torch.uint8)
 
     def exchange():
-        return torch.ops.haloconv.exchange(
-            mine, 3, 2 * columns, extents, False, 0.0, rank, 2, group.group_name
-        )
+        with torch._C._AutoDispatchBelowAutograd():  # as layers and rules call it
+            return torch.ops.haloconv.exchange.default(
+                mine, 3, 2 * columns, extents, False, 0.0, rank, 2, group.group_name
+            )
 
     def raw():
         operations = [

@@ -93,12 +93,12 @@ format: env-lint
 sanitize: env
 	@PY=$(PY) BUILD=$(SANITIZED) .ci/sanitize $(ARGS)
 
-# The failing n-th calls and the rules' grids, which are Python over the same C, take minutes there: `make sanitize` has
-# them.
-RULE_TESTS := adaptive losses missing norms padding pointwise pooling randomness rearranging reductions resizing unfolding
+# The failing n-th calls take minutes there, and so does what is Python over the same C: `make sanitize` has them.
+PYTHON_TESTS := adaptive harness info losses missing norms padding parallelize parallelize_training pointwise pooling \
+    randomness rearranging reductions resizing shard_states unfolding
 sanitize-short: export HALOCONV_FUZZ_CASES = 50
 sanitize-short: ARGS += --deselect tests/test_ops_memory.py::test_every_libtorch_call_may_fail \
-    $(RULE_TESTS:%=--ignore tests/test_%.py)
+    $(PYTHON_TESTS:%=--ignore tests/test_%.py)
 sanitize-short: sanitize
 
 fuzz: build

@@ -148,11 +148,24 @@ def wrap(local, mesh, placements, shape, channels_last=False):
     return wrap_strided(local, mesh, placements, shape, strides_of(shape, channels_last))
 
 
+_specs = {}
+_MOST_SPECS = 16384
+
+
 def spec_of(mesh, placements, shape, stride, dtype):
-    """What `wrap_spec` takes; may be used many times."""
-    return DTensorSpec(
-        mesh, tuple(placements), tensor_meta=TensorMeta(torch.Size(shape), tuple(stride), dtype)
-    )
+    """What `wrap_spec` takes. A model needs the same few hundred in each step, so they are kept."""
+    placements, shape, stride = tuple(placements), torch.Size(shape), tuple(stride)
+    key = (id(mesh), placements, shape, stride, dtype)  # a kept spec holds its mesh, so that its id stays its own
+    try:
+        spec = _specs.get(key)
+    except TypeError:  # symbolic sizes have no hash
+        return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
+    if spec is None:
+        spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
+        if len(_specs) >= _MOST_SPECS:
+            _specs.clear()
+        _specs[key] = spec
+    return spec
 
 
 def wrap_spec(local, spec):

@@ -307,7 +307,7 @@ def test_thin_shards_are_copied():
 
 def test_small_shards_under_a_large_weight_are_copied():
     """Fails when a second pass over the weight is made to save the copy of a shard that is nothing beside it."""
-    for channels, fast in [(16, True), (17, False)]:  # weight: 9 * channels**2 of at most 8 * 18 * channels
+    for channels, fast in [(4, True), (5, False)]:  # weight: 9 * channels**2 of at most 2 * 18 * channels
         middle = run_ranks(3, thin, 6, 3, channels)[1]
         assert took(middle) == (fast,) * 4, (channels, middle)
 

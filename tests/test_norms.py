@@ -448,12 +448,14 @@ def wrong(number):
 
 @pytest.mark.parametrize(
     "number, match",
-    enumerate(
-        (
-            "weight has dtype torch.float16, expected torch.float64",
-            "running_mean is None",
-            r"normalized_shape is \(4, 3\)",
-            r"weight has shape \(3,\)",
+    list(
+        enumerate(
+            (
+                "weight has dtype torch.float16, expected torch.float64",
+                "running_mean is None",
+                r"normalized_shape is \(4, 3\)",
+                r"weight has shape \(3,\)",
+            )
         )
     ),
 )

@@ -306,7 +306,7 @@ def _sends_nothing(x_shape, weight_shape, window, index, world):
 class _Call(typing.NamedTuple):
     """All that a convolution of tensors of given specs needs beside the tensors: worked out once."""
 
-    mesh: object  # held, since the cache knows it by its id
+    mesh: object
     x: tuple  # placements that x is redistributed to
     layout: Layout
     arguments: tuple
@@ -368,7 +368,7 @@ def _call_of(x, weight, bias, window):
     key = None
     if type(local_of(x)) is torch.Tensor:  # else it is being traced: sizes may be symbols
         key = (_key_of(x), _key_of(weight), _key_of(bias), window)
-        call = _calls.get(key)
+        call, _ = _calls.get(key, (None, None))
         if call is not None:
             return call
     mesh = x.device_mesh
@@ -378,7 +378,8 @@ def _call_of(x, weight, bias, window):
     if key is not None:
         if len(_calls) >= _MOST_CALLS:
             _calls.clear()
-        _calls[key] = call
+        held = [tensor.device_mesh for tensor in (x, weight, bias) if isinstance(tensor, DTensor)]
+        _calls[key] = call, held  # while they are, no other mesh has their ids
     return call
 
 

@@ -36,8 +36,8 @@ RULES = [
 
 
 def pytest_collection_modifyitems(config, items):
-    """The rules' grids run on 2 and 4 ranks; on 1 and 3 too with HALOCONV_LONG=1; on 2 alone with HALOCONV_QUICK=1, which
-    is for a second torch under the same binary."""
+    """The rules' grids run on 2 and 4 ranks; on 1 and 3 too with HALOCONV_LONG=1; on 2 alone with HALOCONV_QUICK=1,
+    which is for a second torch under the same binary."""
     if os.environ.get("HALOCONV_LONG") == "1":
         return
     worlds = (2,) if os.environ.get("HALOCONV_QUICK") == "1" else (2, 4)

@@ -152,8 +152,8 @@ MUTANTS = [
         "reduce-overwrites",
         "the adjoint overwrites instead of adding",
         "csrc/halo.c",
-        "HC_TRY(hc_tensor_add_at(tensor, shape, dim, at, part.sizes[dim], wire, status));",
-        "HC_TRY(hc_tensor_copy_at(tensor, shape, dim, at, part.sizes[dim], wire, status));",
+        "HC_TRY(hc_move(true, &place, &wire, status));",
+        "HC_TRY(hc_move(false, &place, &wire, status));",
         enough=2,
     ),
     Mutant(

@@ -14,6 +14,8 @@ enum { ALIGNMENT = 64 };
 enum { REACH_AT_MOST = 1 << 20, TAPS_AT_MOST = 1 << 12, PHASES_AT_MOST = 1 << 10, PARALLEL_FROM = 1 << 17 };
 /* The weight gradient of so many parts of the work is summed apart, in float64. */
 enum { PARTIALS_WANTED = 64 };
+/* Rows whose products with all taps are summed in one go: as many as stay in the first-level cache, and no fewer. */
+enum { ROWS_BYTES = 32 << 10, ROWS_AT_ONCE = 16 };
 
 static int64_t product(const int64_t *of) { return of[0] * of[1] * of[2]; }
 
@@ -217,6 +219,47 @@ static void correlate_row(const hc_run *run, const hc_scratch *scratch, int64_t 
   }
 }
 
+/* Whether rows of outputs that are neighbours read, with taps that are, the same row. */
+static bool rows_shared(const hc_tiling *tiling) {
+  const hc_tile_dim *dims = tiling->dims;
+  return !tiling->along_channels && dims[0].kernel == 1 && dims[1].kernel > 1 && dims[1].stride == 1 &&
+         dims[1].dilation == 1;
+}
+
+/* `nrows` rows of outputs of one phase, where rows are shared: as correlate_row of each. */
+static void correlate_rows(const hc_run *run, const hc_scratch *scratch, int64_t phase, const char *source,
+                           int64_t nrows, int64_t columns, char *to) {
+  const hc_tiling *tiling = run->tiling;
+  const hc_simd *simd = tiling->simd;
+  const int64_t size = (int64_t)simd->packed_size, stored = (int64_t)simd->stored_size, lanes = simd->lanes;
+  const int64_t begin = run->phases[phase], height = tiling->dims[1].kernel;
+  const int64_t ntaps = (run->phases[phase + 1] - begin) / height;
+  const int64_t step = run->output->strides[4] * tiling->dims[2].out_step, next = run->output->strides[3];
+  const char *weights = scratch->weights + begin * lanes * size;
+  const int64_t *offsets = run->offsets + begin;
+  /* The input gradient's taps go up as those of the forward pass go down, so its rows are taken from the last on. */
+  const int64_t sign = tiling->dims[1].gradient ? -1 : 1, row = tiling->row;
+  const int64_t whole = size == stored && step == 1 ? columns / lanes : 0;
+  const int64_t rest = columns - whole * lanes, vectors = hc_ceil_div(rest, lanes);
+  if (whole > 0) {
+    const int64_t first = sign < 0 ? nrows - 1 : 0;
+    simd->correlate_rows(source + first * row * size, sign * row, offsets, weights, height, ntaps, nrows,
+                         whole, scratch->first, to + first * next * stored, sign * next);
+  }
+  source += whole * lanes * size;
+  to += whole * lanes * step * stored;
+  for (int64_t h = 0; rest > 0 && h < nrows;) {
+    const int64_t count = hc_min(nrows - h, tiling->dims[2].tile / vectors); /* in scratch->out */
+    const int64_t first = sign < 0 ? count - 1 : 0;
+    simd->correlate_rows(source + (h + first) * row * size, sign * row, offsets, weights, height, ntaps,
+                         count, vectors, scratch->first, scratch->out + first * vectors * lanes * size,
+                         sign * vectors * lanes);
+    for (int64_t r = 0; r < count; ++r, ++h) {
+      simd->unpack_line(scratch->out + r * vectors * lanes * size, rest, to + h * next * stored, step);
+    }
+  }
+}
+
 static void correlate_tile(const hc_run *run, const hc_scratch *scratch, const int64_t *j_begin,
                            const int64_t *j_end, int64_t image, int64_t channel, int64_t channels) {
   const hc_tiling *tiling = run->tiling;
@@ -224,6 +267,7 @@ static void correlate_tile(const hc_run *run, const hc_scratch *scratch, const i
   const int64_t *strides = run->output->strides;
   const int64_t size = (int64_t)tiling->simd->packed_size, stored = (int64_t)tiling->simd->stored_size;
   char *base = (char *)run->output->base + (image * strides[0] + channel * strides[1]) * stored;
+  const bool shared = rows_shared(tiling);
   int64_t phase = 0, p[3];
   for (p[0] = 0; p[0] < dims[0].out_step; ++p[0]) {
     for (p[1] = 0; p[1] < dims[1].out_step; ++p[1]) {
@@ -240,14 +284,19 @@ static void correlate_tile(const hc_run *run, const hc_scratch *scratch, const i
         const int64_t column =
             (from[2] - j_begin[2]) * (tiling->along_channels ? dims[2].in_step * tiling->unit : 1);
         for (int64_t d = from[0]; d < to[0]; ++d) {
-          for (int64_t h = from[1]; h < to[1]; ++h) {
+          for (int64_t h = from[1], rows = shared ? to[1] - h : 1; h < to[1]; h += rows) {
             const int64_t at = (d - j_begin[0]) * dims[0].in_step * tiling->slice +
                                (h - j_begin[1]) * dims[1].in_step * tiling->row + column;
             const int64_t out = (d * dims[0].out_step + p[0]) * strides[2] +
                                 (h * dims[1].out_step + p[1]) * strides[3] +
                                 (from[2] * dims[2].out_step + p[2]) * strides[4];
-            correlate_row(run, scratch, phase, scratch->tile + at * size, to[2] - from[2], channels,
-                          base + out * stored);
+            if (shared) {
+              correlate_rows(run, scratch, phase, scratch->tile + at * size, rows, to[2] - from[2],
+                             base + out * stored);
+            } else {
+              correlate_row(run, scratch, phase, scratch->tile + at * size, to[2] - from[2], channels,
+                            base + out * stored);
+            }
           }
         }
       }
@@ -339,7 +388,6 @@ hc_code hc_depthwise_input_gradient(const hc_depthwise *conv, const hc_depthwise
 
 typedef struct hc_reduce_scratch {
   char *tile, *grad, *sums;
-  double *totals;
 } hc_reduce_scratch;
 
 /* The output gradient of a tile, one line a row, its end filled with zeros up to whole vectors. */
@@ -365,13 +413,35 @@ static size_t lay_out_reduce(const hc_tiling *tiling, char *block, hc_reduce_scr
   scratch->tile = reserve(&total, (size_t)tiling->numbers * size, block);
   scratch->grad = reserve(&total, (size_t)(box.slice * tiling->dims[0].tile) * size, block);
   scratch->sums = reserve(&total, sums * size, block);
-  scratch->totals = reserve(&total, sums * sizeof *scratch->totals, block);
   return total;
 }
 
-/* Adds a packed tile to the sums. */
-static void reduce_tile(const hc_run *run, const hc_reduce_scratch *scratch, const hc_tile_box *grad) {
-  enum { VECTORS = 64 }; /* about as many are multiplied before the sums are put back */
+/* The same where the taps of a row are adjacent, and their rows read shared rows. */
+static void reduce_rows(const hc_run *run, const hc_reduce_scratch *scratch, const hc_tile_box *grad,
+                        const char *of, int64_t count) {
+  const hc_tiling *tiling = run->tiling;
+  const hc_simd *simd = tiling->simd;
+  const int64_t *kernel = tiling->conv->kernel;
+  const int64_t size = (int64_t)simd->packed_size, in_slice = kernel[1] * kernel[2];
+  const int64_t rows = grad->hi[1] - grad->lo[1];
+  const int64_t in_one = hc_max(ROWS_AT_ONCE, ROWS_BYTES / ((tiling->row + count * simd->lanes) * size));
+  for (int64_t d = 0; d < grad->hi[0] - grad->lo[0]; ++d) {
+    for (int64_t h = 0; h < rows; h += in_one) {
+      for (int64_t k = 0; k < kernel[0]; ++k) {
+        const int64_t at =
+            d * tiling->dims[0].in_step * tiling->slice + h * tiling->row + run->offsets[k * in_slice];
+        simd->reduce_rows(scratch->tile + at * size, tiling->row, kernel[1], kernel[2],
+                          tiling->dims[1].dilation, of + (d * grad->slice + h * grad->row) * size, grad->row,
+                          hc_min(in_one, rows - h), count, scratch->sums + k * in_slice * simd->lanes * size);
+      }
+    }
+  }
+}
+
+/* Adds a packed tile to the sums. of: its output gradient. */
+static void reduce_tile(const hc_run *run, const hc_reduce_scratch *scratch, const hc_tile_box *grad,
+                        const char *of) {
+  enum { VECTORS = 64, ADJACENT = 3 }; /* about as many are multiplied before the sums are put back; taps */
   const hc_tiling *tiling = run->tiling;
   const hc_simd *simd = tiling->simd;
   const hc_tile_dim *dims = tiling->dims;
@@ -381,30 +451,18 @@ static void reduce_tile(const hc_run *run, const hc_reduce_scratch *scratch, con
   const int64_t count = tiling->along_channels ? columns : hc_ceil_div(columns, lanes);
   const int64_t slices = grad->hi[0] - grad->lo[0], rows = grad->hi[1] - grad->lo[1];
   const int64_t in_one = hc_max(1, VECTORS / count);
+  if (!tiling->along_channels && dims[1].stride == 1 && dims[2].stride == 1 && dims[2].dilation == 1 &&
+      dims[2].kernel >= ADJACENT) {
+    reduce_rows(run, scratch, grad, of, count);
+    return;
+  }
   for (int64_t d = 0; d < slices; ++d) {
     for (int64_t h = 0; h < rows; h += in_one) {
       simd->reduce(scratch->tile +
                        (d * dims[0].in_step * tiling->slice + h * dims[1].in_step * tiling->row) * size,
                    run->offsets, ntaps, step, dims[1].in_step * tiling->row,
-                   scratch->grad + (d * grad->slice + h * grad->row) * size, grad->row,
-                   hc_min(in_one, rows - h), count, scratch->sums);
-    }
-  }
-}
-
-/* What a split has of a block of channels: one number a tap and channel. */
-static void keep_partial(const hc_run *run, const hc_reduce_scratch *scratch, int64_t split, int64_t block) {
-  const hc_tiling *tiling = run->tiling;
-  const int64_t ntaps = product(tiling->conv->kernel), lanes = tiling->simd->lanes;
-  double *partial = run->partials + (split * tiling->nblocks + block) * ntaps * tiling->unit;
-  if (tiling->along_channels) {
-    memcpy(partial, scratch->totals, (size_t)(ntaps * lanes) * sizeof *partial);
-    return;
-  }
-  for (int64_t t = 0; t < ntaps; ++t) {
-    partial[t] = 0;
-    for (int64_t lane = 0; lane < lanes; ++lane) {
-      partial[t] += scratch->totals[t * lanes + lane];
+                   of + (d * grad->slice + h * grad->row) * size, grad->row, hc_min(in_one, rows - h), count,
+                   scratch->sums);
     }
   }
 }
@@ -413,7 +471,7 @@ static void reduce_items(int64_t begin, int64_t end, void *context) {
   hc_run *run = context;
   const hc_tiling *tiling = run->tiling;
   const hc_simd *simd = tiling->simd;
-  const int64_t nsums = product(tiling->conv->kernel) * simd->lanes;
+  const int64_t ntaps = product(tiling->conv->kernel), nsums = ntaps * simd->lanes;
   const int64_t nparts = tiling->conv->batch * run->ntiles;
   hc_reduce_scratch scratch;
   char *block = aligned_alloc(ALIGNMENT, lay_out_reduce(tiling, NULL, &scratch));
@@ -426,7 +484,8 @@ static void reduce_items(int64_t begin, int64_t end, void *context) {
   for (int64_t item = begin; item < end; ++item) {
     const int64_t of_channels = item % tiling->nblocks, split = item / tiling->nblocks;
     const int64_t channel = of_channels * tiling->unit, channels = channels_of(tiling, of_channels);
-    memset(scratch.totals, 0, (size_t)nsums * sizeof *scratch.totals);
+    double *partial = run->partials + (split * tiling->nblocks + of_channels) * ntaps * tiling->unit;
+    memset(partial, 0, (size_t)(ntaps * tiling->unit) * sizeof *partial);
     for (int64_t part = split * nparts / run->nsplits; part < (split + 1) * nparts / run->nsplits; ++part) {
       const int64_t image = part / run->ntiles;
       int64_t j_begin[3], j_end[3];
@@ -435,11 +494,18 @@ static void reduce_items(int64_t begin, int64_t end, void *context) {
       box_of(tiling, j_begin, j_end, &box);
       grad_box(tiling, j_begin, j_end, &grad);
       hc_tile_pack(tiling, &box, run->source, image, channel, channels, scratch.tile);
-      hc_tile_pack(tiling, &grad, run->grad, image, channel, channels, scratch.grad);
-      reduce_tile(run, &scratch, &grad);
-      simd->flush(scratch.sums, scratch.totals, nsums);
+      const char *of = hc_tile_in_place(tiling, run->grad, image, channel, &grad);
+      if (of == NULL) {
+        hc_tile_pack(tiling, &grad, run->grad, image, channel, channels, scratch.grad);
+        of = scratch.grad;
+      }
+      reduce_tile(run, &scratch, &grad, of);
+      if (tiling->along_channels) {
+        simd->flush(scratch.sums, partial, nsums);
+      } else {
+        simd->flush_lanes(scratch.sums, partial, ntaps);
+      }
     }
-    keep_partial(run, &scratch, split, of_channels);
   }
   free(block);
 }
@@ -450,16 +516,20 @@ static void store_weight_gradient(const hc_run *run, bool add) {
   const hc_simd *simd = tiling->simd;
   const int64_t *kernel = tiling->conv->kernel, *strides = run->weight->strides;
   const int64_t unit = tiling->unit, ntaps = product(kernel);
+  const int64_t of_split = tiling->nblocks * ntaps * unit;
   for (int64_t channel = 0; channel < tiling->conv->channels; ++channel) {
-    for (int64_t t = 0; t < ntaps; ++t) {
-      double sum = 0;
-      for (int64_t split = 0; split < run->nsplits; ++split) {
-        sum +=
-            run->partials[((split * tiling->nblocks + channel / unit) * ntaps + t) * unit + channel % unit];
+    const double *partial = run->partials + channel / unit * ntaps * unit + channel % unit;
+    for (int64_t d = 0; d < kernel[0]; ++d) {
+      for (int64_t h = 0; h < kernel[1]; ++h) {
+        for (int64_t w = 0; w < kernel[2]; ++w, partial += unit) {
+          double sum = 0;
+          for (int64_t split = 0; split < run->nsplits; ++split) {
+            sum += partial[split * of_split];
+          }
+          const int64_t at = channel * strides[0] + d * strides[1] + h * strides[2] + w * strides[3];
+          simd->store(sum, add, (char *)run->weight->base + at * (int64_t)simd->stored_size);
+        }
       }
-      const int64_t at = channel * strides[0] + t / kernel[2] / kernel[1] * strides[1] +
-                         t / kernel[2] % kernel[1] * strides[2] + t % kernel[2] * strides[3];
-      simd->store(sum, add, (char *)run->weight->base + at * (int64_t)simd->stored_size);
     }
   }
 }

@@ -32,12 +32,15 @@ static inline __attribute__((always_inline)) uint16_t to_bfloat16(float value) {
 
 #define HC_TARGET
 #define HC_COLUMNS      8
+#define HC_ROWS         2
+#define HC_TAPS         4
 #define HC_FMA(a, b, c) ((a) * (b) + (c))
 
 #define HC_PACKED  float
 #define HC_LANES   4
 #define HC_NAME(x) x##_float_base
 #include "depthwise_simd_loops.h"
+#include "depthwise_simd_rows.h"
 #define HC_STORED  float
 #define HC_KIND(x) x##_float32_base
 #define HC_LOAD    HC_AS_IT_IS
@@ -64,6 +67,7 @@ static inline __attribute__((always_inline)) uint16_t to_bfloat16(float value) {
 #define HC_LANES   2
 #define HC_NAME(x) x##_double_base
 #include "depthwise_simd_loops.h"
+#include "depthwise_simd_rows.h"
 #define HC_STORED  double
 #define HC_KIND(x) x##_float64_base
 #define HC_LOAD    HC_AS_IT_IS
@@ -79,6 +83,8 @@ static inline __attribute__((always_inline)) uint16_t to_bfloat16(float value) {
 
 #undef HC_TARGET
 #undef HC_COLUMNS
+#undef HC_ROWS
+#undef HC_TAPS
 #undef HC_FMA
 
 #if defined(__x86_64__)
@@ -87,12 +93,15 @@ static inline __attribute__((always_inline)) uint16_t to_bfloat16(float value) {
 
 #define HC_TARGET  __attribute__((target("avx2,fma")))
 #define HC_COLUMNS 8
+#define HC_ROWS    2
+#define HC_TAPS    4
 
 #define HC_PACKED       float
 #define HC_LANES        8
 #define HC_FMA(a, b, c) (vector_float_avx2) _mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c))
 #define HC_NAME(x)      x##_float_avx2
 #include "depthwise_simd_loops.h"
+#include "depthwise_simd_rows.h"
 #define HC_STORED  float
 #define HC_KIND(x) x##_float32_avx2
 #define HC_LOAD    HC_AS_IT_IS
@@ -121,6 +130,7 @@ static inline __attribute__((always_inline)) uint16_t to_bfloat16(float value) {
 #define HC_FMA(a, b, c) (vector_double_avx2) _mm256_fmadd_pd((__m256d)(a), (__m256d)(b), (__m256d)(c))
 #define HC_NAME(x)      x##_double_avx2
 #include "depthwise_simd_loops.h"
+#include "depthwise_simd_rows.h"
 #define HC_STORED  double
 #define HC_KIND(x) x##_float64_avx2
 #define HC_LOAD    HC_AS_IT_IS
@@ -137,17 +147,22 @@ static inline __attribute__((always_inline)) uint16_t to_bfloat16(float value) {
 
 #undef HC_TARGET
 #undef HC_COLUMNS
+#undef HC_ROWS
+#undef HC_TAPS
 
 /* ---- AVX-512: 64 bytes, and twice the registers ---- */
 
 #define HC_TARGET  __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma")))
 #define HC_COLUMNS 16
+#define HC_ROWS    4
+#define HC_TAPS    7
 
 #define HC_PACKED       float
 #define HC_LANES        16
 #define HC_FMA(a, b, c) (vector_float_avx512) _mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c))
 #define HC_NAME(x)      x##_float_avx512
 #include "depthwise_simd_loops.h"
+#include "depthwise_simd_rows.h"
 #define HC_STORED  float
 #define HC_KIND(x) x##_float32_avx512
 #define HC_LOAD    HC_AS_IT_IS
@@ -176,6 +191,7 @@ static inline __attribute__((always_inline)) uint16_t to_bfloat16(float value) {
 #define HC_FMA(a, b, c) (vector_double_avx512) _mm512_fmadd_pd((__m512d)(a), (__m512d)(b), (__m512d)(c))
 #define HC_NAME(x)      x##_double_avx512
 #include "depthwise_simd_loops.h"
+#include "depthwise_simd_rows.h"
 #define HC_STORED  double
 #define HC_KIND(x) x##_float64_avx512
 #define HC_LOAD    HC_AS_IT_IS
@@ -192,6 +208,8 @@ static inline __attribute__((always_inline)) uint16_t to_bfloat16(float value) {
 
 #undef HC_TARGET
 #undef HC_COLUMNS
+#undef HC_ROWS
+#undef HC_TAPS
 
 #endif /* __x86_64__ */
 

@@ -25,11 +25,29 @@ typedef struct hc_simd {
    * source[offsets[t] + r * row + x * step + lane] */
   void (*reduce)(const void *source, const int64_t *offsets, int64_t ntaps, int64_t step, int64_t row,
                  const void *grad, int64_t grad_row, int64_t nrows, int64_t count, void *sums);
+  /* The same over `nrows` rows, where the taps are `height` rows of `ntaps`, and outputs that are a row apart read
+   * sources that are. Lanes are columns, each `lanes` from the next vector's.
+   *
+   * out[i * out_row + x * lanes + lane] = first[lane] + sum over k < height, t < ntaps of
+   * weights[(k * ntaps + t) * lanes + lane] * source[(i + k) * row + offsets[t] + x * lanes + lane] */
+  void (*correlate_rows)(const void *source, int64_t row, const int64_t *offsets, const void *weights,
+                         int64_t height, int64_t ntaps, int64_t nrows, int64_t count, const void *first,
+                         void *out, int64_t out_row);
+  /* sums[(k * ntaps + t) * lanes + lane] += sum over r < nrows, x < count of grad[r * grad_row + x * lanes + lane] *
+   * source[(r + k * apart) * row + t + x * lanes + lane] */
+  void (*reduce_rows)(const void *source, int64_t row, int64_t height, int64_t ntaps, int64_t apart,
+                      const void *grad, int64_t grad_row, int64_t nrows, int64_t count, void *sums);
   /* totals[i] += sums[i]; sums[i] = 0, in float64 */
   void (*flush)(void *sums, double *totals, int64_t count);
+  /* totals[t] += sum over lanes of sums[t * lanes + lane]; sums = 0, in float64 */
+  void (*flush_lanes)(void *sums, double *totals, int64_t ntaps);
 
   /* Stored to packed: a line of adjacent columns, `step` apart; or pixels of `lanes` channels, zero from `channels` on. */
   void (*pack_line)(const void *from, int64_t step, int64_t count, void *packed);
+  /* `nrows` such lines of adjacent columns, from_row apart, each with zeros before and after, `line` numbers in all: no
+   * less than `lanes`. */
+  void (*pack_lines)(const void *from, int64_t from_row, int64_t nrows, int64_t before, int64_t count,
+                     int64_t line, void *packed, int64_t row);
   void (*pack_pixels)(const void *from, int64_t step, int64_t channel_step, int64_t channels, int64_t count,
                       void *packed);
   /* And back. */

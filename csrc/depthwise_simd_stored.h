@@ -20,6 +20,33 @@ HC_TARGET static void HC_KIND(pack_line)(const void *from_, int64_t step, int64_
   }
 }
 
+HC_TARGET static void HC_KIND(pack_lines)(const void *from_, int64_t from_row, int64_t nrows, int64_t before,
+                                          int64_t count, int64_t line, void *packed_, int64_t row) {
+  typedef HC_NAME(vector) vector;
+  const vector zeros = {0};
+  for (int64_t r = 0; r < nrows; ++r) {
+    const HC_STORED *from = (const HC_STORED *)from_ + r * from_row;
+    HC_PACKED *packed = (HC_PACKED *)packed_ + r * row;
+    /* Whole vectors, the last one of which goes over what is there: short lines, and calls of memset and memcpy would
+     * take most of the time. */
+    for (int64_t x = 0; x < line - HC_LANES; x += HC_LANES) {
+      *(vector *)(packed + x) = zeros;
+    }
+    *(vector *)(packed + line - HC_LANES) = zeros;
+    packed += before;
+    if (sizeof(HC_STORED) == sizeof(HC_PACKED) && count >= HC_LANES) {
+      for (int64_t x = 0; x < count - HC_LANES; x += HC_LANES) {
+        *(vector *)(packed + x) = *(const vector *)(const void *)(from + x);
+      }
+      *(vector *)(packed + count - HC_LANES) = *(const vector *)(const void *)(from + count - HC_LANES);
+    } else {
+      for (int64_t x = 0; x < count; ++x) {
+        packed[x] = HC_LOAD(from[x]);
+      }
+    }
+  }
+}
+
 HC_TARGET static void HC_KIND(pack_pixels)(const void *from_, int64_t step, int64_t channel_step,
                                            int64_t channels, int64_t count, void *packed_) {
   const HC_STORED *restrict from = from_;
@@ -96,8 +123,12 @@ static const hc_simd HC_KIND(simd) = {
     .stored_size = sizeof(HC_STORED),
     .correlate = HC_NAME(correlate),
     .reduce = HC_NAME(reduce),
+    .correlate_rows = HC_NAME(correlate_rows),
+    .reduce_rows = HC_NAME(reduce_rows),
     .flush = HC_NAME(flush),
+    .flush_lanes = HC_NAME(flush_lanes),
     .pack_line = HC_KIND(pack_line),
+    .pack_lines = HC_KIND(pack_lines),
     .pack_pixels = HC_KIND(pack_pixels),
     .unpack_line = HC_KIND(unpack_line),
     .unpack_pixels = HC_KIND(unpack_pixels),

@@ -151,7 +151,7 @@ static int64_t piece_of(const hc_depthwise_source *source, int64_t d, int64_t in
 
 typedef struct line_of_piece {
   const char *from; /* its column 0, or where that would be */
-  int64_t begin, end, step, channel_step;
+  int64_t begin, end, step, row_step, channel_step;
 } line_of_piece;
 
 /* The parts of row (d, h) that are there, in order; returns how many. */
@@ -178,6 +178,7 @@ static int64_t parts_of_row(const hc_depthwise_source *source, size_t size, int6
                                      .begin = begins[2],
                                      .end = source->dim == 2 ? source->bounds[i + 1] : source->sizes[2],
                                      .step = strides[4],
+                                     .row_step = strides[3],
                                      .channel_step = strides[1]};
   }
   return count;
@@ -210,17 +211,82 @@ static void pack_line(const hc_tiling *tiling, const hc_tile_box *box, const lin
   memset(packed + done * pixel, 0, (size_t)((box->line - done) * pixel));
 }
 
+/* How many rows from h on, before `end`, lie in one piece, or all in none. */
+static int64_t rows_alike(const hc_depthwise_source *source, int64_t h, int64_t end) {
+  const int64_t bounds[2] = {0, source->sizes[1]};
+  const int64_t *of = source->dim == 1 ? source->bounds : bounds;
+  const int64_t count = source->dim == 1 ? HC_DEPTHWISE_PIECES + 1 : 2;
+  for (int64_t i = 0; i < count; ++i) {
+    if (of[i] > h) {
+      return hc_min(of[i], end) - h;
+    }
+  }
+  return end - h;
+}
+
+/* Rows of one part, or none, whose columns are adjacent. */
+static void pack_lines(const hc_tiling *tiling, const hc_tile_box *box, const line_of_piece *part,
+                       int64_t nrows, char *packed) {
+  const hc_simd *simd = tiling->simd;
+  const int64_t begin = hc_max(part->begin, box->lo[2]), end = hc_min(part->end, box->hi[2]);
+  simd->pack_lines(part->from + (begin - part->begin) * (int64_t)simd->stored_size, part->row_step, nrows,
+                   begin < end ? begin - box->lo[2] : 0, hc_max(end - begin, 0), box->line, packed, box->row);
+}
+
 void hc_tile_pack(const hc_tiling *tiling, const hc_tile_box *box, const hc_depthwise_source *source,
                   int64_t image, int64_t channel, int64_t channels, void *packed) {
-  const int64_t size = (int64_t)tiling->simd->packed_size;
+  const int64_t size = (int64_t)tiling->simd->packed_size, stored = (int64_t)tiling->simd->stored_size;
   line_of_piece parts[HC_DEPTHWISE_PIECES];
   for (int64_t d = box->lo[0]; d < box->hi[0]; ++d) {
-    for (int64_t h = box->lo[1]; h < box->hi[1]; ++h) {
+    int64_t alike = 1;
+    for (int64_t h = box->lo[1]; h < box->hi[1]; h += alike) {
       const int64_t nparts = parts_of_row(source, tiling->simd->stored_size, image, channel, d, h, parts);
       char *row = (char *)packed + ((d - box->lo[0]) * box->slice + (h - box->lo[1]) * box->row) * size;
-      for (int64_t phase = 0; phase < box->nlines; ++phase) {
-        pack_line(tiling, box, parts, nparts, phase, channels, row + phase * box->line * tiling->unit * size);
+      alike = rows_alike(source, h, box->hi[1]);
+      if (nparts == 0) {
+        memset(row, 0, (size_t)(alike * box->row * size));
+        continue;
+      }
+      if (nparts == 1 && parts[0].step == 1 && box->nlines == 1 && !tiling->along_channels) {
+        pack_lines(tiling, box, &parts[0], alike, row);
+        continue;
+      }
+      for (int64_t r = 0; r < alike; ++r, row += box->row * size) {
+        for (int64_t phase = 0; phase < box->nlines; ++phase) {
+          pack_line(tiling, box, parts, nparts, phase, channels,
+                    row + phase * box->line * tiling->unit * size);
+        }
+        for (int64_t i = 0; i < nparts; ++i) {
+          parts[i].from += parts[i].row_step * stored;
+        }
       }
     }
   }
+}
+
+const void *hc_tile_in_place(const hc_tiling *tiling, const hc_depthwise_source *source, int64_t image,
+                             int64_t channel, hc_tile_box *box) {
+  const hc_simd *simd = tiling->simd;
+  int64_t piece = 0, at[HC_DEPTHWISE_SPATIAL];
+  if (tiling->along_channels || simd->stored_size != simd->packed_size || box->nlines != 1 ||
+      (box->hi[2] - box->lo[2]) % simd->lanes != 0) {
+    return NULL;
+  }
+  for (int64_t d = 0; d < HC_DEPTHWISE_SPATIAL; ++d) {
+    const int64_t of = piece_of(source, d, box->lo[d]);
+    if (of < 0 || of != piece_of(source, d, box->hi[d] - 1)) {
+      return NULL;
+    }
+    piece += of;
+    at[d] = box->lo[d] - (source->dim == d ? source->bounds[of] : 0);
+  }
+  const int64_t *strides = source->strides[piece];
+  if (strides[4] != 1) {
+    return NULL;
+  }
+  box->slice = strides[2];
+  box->row = strides[3];
+  return (const char *)source->base[piece] +
+         (image * strides[0] + channel * strides[1] + at[0] * strides[2] + at[1] * strides[3] + at[2]) *
+             (int64_t)simd->stored_size;
 }

@@ -67,5 +67,9 @@ int64_t hc_tile_offset(const hc_tiling *tiling, int64_t d, int64_t h, int64_t w)
 /* channel: the first of the block's `channels`, which are less than `lanes` in the last block. */
 void hc_tile_pack(const hc_tiling *tiling, const hc_tile_box *box, const hc_depthwise_source *source,
                   int64_t image, int64_t channel, int64_t channels, void *packed);
+/* The box's first number in the source itself, and box->row and box->slice those of the source, where that lies as a
+ * packed one would, but for them; otherwise NULL, and the box as it was. */
+const void *hc_tile_in_place(const hc_tiling *tiling, const hc_depthwise_source *source, int64_t image,
+                             int64_t channel, hc_tile_box *box);
 
 #endif

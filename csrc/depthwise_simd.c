@@ -24,6 +24,14 @@ static inline __attribute__((always_inline)) uint16_t to_bfloat16(float value) {
 
 #define HC_AS_IT_IS(value) (value)
 
+/* A vector that is loaded once and stays in a register: GCC would rather make it an operand of each multiplication, and
+ * load it as often. */
+#if defined(__x86_64__)
+#define HC_KEEP(vector) __asm__("" : "+v"(vector))
+#else
+#define HC_KEEP(vector) ((void)(vector))
+#endif
+
 #ifndef HC_SIMD_BYTES /* of a vector, at most: a test looks at each set on one processor */
 #define HC_SIMD_BYTES 64
 #endif

@@ -19,6 +19,7 @@ HC_TARGET static inline __attribute__((always_inline)) void HC_NAME(block_row)(
 #pragma GCC unroll 4
     for (int x = 0; x < width; ++x) {
       values[x] = HC_AT(from + x * HC_LANES);
+      HC_KEEP(values[x]);
     }
 #pragma GCC unroll 4
     for (int i = lo; i < hi; ++i) {
@@ -127,7 +128,8 @@ HC_TARGET static inline __attribute__((always_inline)) void HC_NAME(grid)(
       }
 #pragma GCC unroll 8
       for (int t = 0; t < width; ++t) {
-        const HC_NAME(vector) value = HC_AT(from + x * HC_LANES + t);
+        HC_NAME(vector) value = HC_AT(from + x * HC_LANES + t);
+        HC_KEEP(value);
 #pragma GCC unroll 3
         for (int k = 0; k < height; ++k) {
           sums[k * HC_TAPS + t] = HC_FMA(g[k], value, sums[k * HC_TAPS + t]);

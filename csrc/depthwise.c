@@ -239,23 +239,21 @@ static void correlate_rows(const hc_run *run, const hc_scratch *scratch, int64_t
   const int64_t *offsets = run->offsets + begin;
   /* The input gradient's taps go up as those of the forward pass go down, so its rows are taken from the last on. */
   const int64_t sign = tiling->dims[1].gradient ? -1 : 1, row = tiling->row;
-  const int64_t whole = size == stored && step == 1 ? columns / lanes : 0;
-  const int64_t rest = columns - whole * lanes, vectors = hc_ceil_div(rest, lanes);
-  if (whole > 0) {
+  if (size == stored && step == 1 && columns >= lanes) {
     const int64_t first = sign < 0 ? nrows - 1 : 0;
     simd->correlate_rows(source + first * row * size, sign * row, offsets, weights, height, ntaps, nrows,
-                         whole, scratch->first, to + first * next * stored, sign * next);
+                         columns, scratch->first, to + first * next * stored, sign * next);
+    return;
   }
-  source += whole * lanes * size;
-  to += whole * lanes * step * stored;
-  for (int64_t h = 0; rest > 0 && h < nrows;) {
-    const int64_t count = hc_min(nrows - h, tiling->dims[2].tile / vectors); /* in scratch->out */
+  const int64_t line = hc_ceil_div(columns, lanes) * lanes;
+  for (int64_t h = 0; h < nrows;) {
+    const int64_t count =
+        hc_min(nrows - h, tiling->dims[2].tile * lanes / line); /* that scratch->out holds */
     const int64_t first = sign < 0 ? count - 1 : 0;
     simd->correlate_rows(source + (h + first) * row * size, sign * row, offsets, weights, height, ntaps,
-                         count, vectors, scratch->first, scratch->out + first * vectors * lanes * size,
-                         sign * vectors * lanes);
+                         count, line, scratch->first, scratch->out + first * line * size, sign * line);
     for (int64_t r = 0; r < count; ++r, ++h) {
-      simd->unpack_line(scratch->out + r * vectors * lanes * size, rest, to + h * next * stored, step);
+      simd->unpack_line(scratch->out + r * line * size, columns, to + h * next * stored, step);
     }
   }
 }

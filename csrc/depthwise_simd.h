@@ -26,12 +26,12 @@ typedef struct hc_simd {
   void (*reduce)(const void *source, const int64_t *offsets, int64_t ntaps, int64_t step, int64_t row,
                  const void *grad, int64_t grad_row, int64_t nrows, int64_t count, void *sums);
   /* The same over `nrows` rows, where the taps are `height` rows of `ntaps`, and outputs that are a row apart read
-   * sources that are. Lanes are columns, each `lanes` from the next vector's.
+   * sources that are. Lanes are columns, of which there are at least `lanes`.
    *
-   * out[i * out_row + x * lanes + lane] = first[lane] + sum over k < height, t < ntaps of
-   * weights[(k * ntaps + t) * lanes + lane] * source[(i + k) * row + offsets[t] + x * lanes + lane] */
+   * out[i * out_row + x] = first[x % lanes] + sum over k < height, t < ntaps of
+   * weights[(k * ntaps + t) * lanes] * source[(i + k) * row + offsets[t] + x], for i < nrows, x < columns */
   void (*correlate_rows)(const void *source, int64_t row, const int64_t *offsets, const void *weights,
-                         int64_t height, int64_t ntaps, int64_t nrows, int64_t count, const void *first,
+                         int64_t height, int64_t ntaps, int64_t nrows, int64_t columns, const void *first,
                          void *out, int64_t out_row);
   /* sums[(k * ntaps + t) * lanes + lane] += sum over r < nrows, x < count of grad[r * grad_row + x * lanes + lane] *
    * source[(r + k * apart) * row + t + x * lanes + lane] */

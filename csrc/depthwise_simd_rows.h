@@ -9,16 +9,17 @@
 
 #define HC_AT(pointer) (*(const HC_NAME(vector) *)(pointer))
 
-/* One row of the source, which the outputs [lo, hi) of a block read; weights: those that output 0 multiplies it by. */
+/* One row of the source, which the outputs [lo, hi) of a block read. weights: those that output 0 multiplies it by; last:
+ * where the last vector is, over the one before it where a row of outputs is not whole vectors. */
 HC_TARGET static inline __attribute__((always_inline)) void HC_NAME(block_row)(
     const int width, const int lo, const int hi, const HC_PACKED *source, const int64_t *offsets,
-    const HC_PACKED *weights, int64_t ntaps, HC_NAME(vector) * sums) {
+    const HC_PACKED *weights, int64_t ntaps, int64_t last, HC_NAME(vector) * sums) {
   for (int64_t t = 0; t < ntaps; ++t) {
     const HC_PACKED *from = source + offsets[t];
     HC_NAME(vector) values[4];
 #pragma GCC unroll 4
     for (int x = 0; x < width; ++x) {
-      values[x] = HC_AT(from + x * HC_LANES);
+      values[x] = HC_AT(from + (x < width - 1 ? x * HC_LANES : last));
       HC_KEEP(values[x]);
     }
 #pragma GCC unroll 4
@@ -35,8 +36,8 @@ HC_TARGET static inline __attribute__((always_inline)) void HC_NAME(block_row)(
 /* `rows` x `width` vectors of outputs, whose sums stay in registers. Each is summed in the order of its taps. */
 HC_TARGET static inline __attribute__((always_inline)) void HC_NAME(block)(
     const int rows, const int width, const HC_PACKED *source, int64_t row, const int64_t *offsets,
-    const HC_PACKED *weights, int64_t height, int64_t ntaps, const HC_PACKED *first, HC_PACKED *out,
-    int64_t out_row) {
+    const HC_PACKED *weights, int64_t height, int64_t ntaps, int64_t last, const HC_PACKED *first,
+    HC_PACKED *out, int64_t out_row) {
   HC_NAME(vector) sums[16];
   const int64_t next = ntaps * HC_LANES; /* a row of taps */
 #pragma GCC unroll 16
@@ -44,7 +45,7 @@ HC_TARGET static inline __attribute__((always_inline)) void HC_NAME(block)(
     sums[i] = HC_AT(first);
   }
 #define HC_BLOCK_ROW(r, lo, hi) \
-  HC_NAME(block_row)(width, (lo), (hi), source + (r) * row, offsets, weights + (r) * next, ntaps, sums)
+  HC_NAME(block_row)(width, (lo), (hi), source + (r) * row, offsets, weights + (r) * next, ntaps, last, sums)
   if (rows > 1) {
     HC_BLOCK_ROW(0, 0, 1);
   }
@@ -71,28 +72,30 @@ HC_TARGET static inline __attribute__((always_inline)) void HC_NAME(block)(
   for (int i = 0; i < rows; ++i) {
 #pragma GCC unroll 4
     for (int x = 0; x < width; ++x) {
-      *(HC_NAME(vector) *)(out + i * out_row + x * HC_LANES) = sums[i * 4 + x];
+      *(HC_NAME(vector) *)(out + i * out_row + (x < width - 1 ? x * HC_LANES : last)) = sums[i * 4 + x];
     }
   }
 }
 
-#define HC_ACROSS(rows, width)                                                                          \
-  for (; x + (width) <= count; x += (width)) {                                                          \
-    HC_NAME(block)((rows), (width), source + x * HC_LANES, row, offsets, weights, height, ntaps, first, \
-                   out + x * HC_LANES, out_row);                                                        \
+#define HC_ACROSS(rows, width)                                                        \
+  for (; columns - x > ((width) - 1) * HC_LANES; x += (width) * HC_LANES) {           \
+    const int64_t whole = ((width) - 1) * HC_LANES, rest = columns - x - HC_LANES;    \
+    HC_NAME(block)((rows), (width), source + x, row, offsets, weights, height, ntaps, \
+                   whole < rest ? whole : rest, first, out + x, out_row);             \
   }
 #define HC_DOWN(rows)                                                      \
   for (; height >= (rows) && nrows >= (rows);                              \
        nrows -= (rows), source += (rows) * row, out += (rows) * out_row) { \
     int64_t x = 0;                                                         \
     HC_ACROSS(rows, 4)                                                     \
+    HC_ACROSS(rows, 3)                                                     \
     HC_ACROSS(rows, 2)                                                     \
     HC_ACROSS(rows, 1)                                                     \
   }
 
 HC_TARGET static void HC_NAME(correlate_rows)(const void *source_, int64_t row, const int64_t *offsets,
                                               const void *weights_, int64_t height, int64_t ntaps,
-                                              int64_t nrows, int64_t count, const void *first_, void *out_,
+                                              int64_t nrows, int64_t columns, const void *first_, void *out_,
                                               int64_t out_row) {
   const HC_PACKED *source = source_, *weights = weights_, *first = first_;
   HC_PACKED *out = out_;

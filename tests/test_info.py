@@ -17,7 +17,6 @@ from haloconv.__main__ import main
 pytestmark = pytest.mark.core
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
-SONAMES = {"nccl": "libnccl.so.2", "cudnn": "libcudnn.so.9", "aoti": "libtorch_cuda.so"}
 
 
 def test_info_as_json(capsys):
@@ -33,7 +32,10 @@ def test_info_as_json(capsys):
         assert report["NCCL"]["version"] == ".".join(map(str, torch.cuda.nccl.version()))
         number = torch.backends.cudnn.version()
         assert report["cuDNN"]["version"] == f"{number // 10000}.{number // 100 % 100}.{number % 100}"
-    assert report["transport"]["chosen"]
+    transport = report["transport"]
+    assert transport["CPU tensors"]["chosen"] == "c10d"
+    if torch.version.cuda is None:
+        assert transport["CUDA tensors"]["why not nccl"] == "this torch is built without CUDA"
 
 
 def test_info_for_a_person():
@@ -45,6 +47,35 @@ def test_info_for_a_person():
     assert f"torch\n    version: {torch.__version__}\n" in done.stdout
     assert "    HALOCONV_CONV_PATH: general\n" in done.stdout
     assert "CUDA kernels\n    loaded: no\n    why: switched off by HALOCONV_CUDA_LIBRARY=0\n" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "variables, expected",
+    [
+        ({"HALOCONV_TRANSPORT": "c10d"}, {"chosen": "c10d", "why not nccl": "HALOCONV_TRANSPORT is 'c10d'"}),
+        ({"HALOCONV_TRANSPORT": "auto", "HALOCONV_TIMEOUT": "20"}, {"chosen": "nccl", "timeout in s": 20.0}),
+        ({"HALOCONV_TRANSPORT": "nccl"}, {"chosen": "nccl"}),
+    ],
+    ids=["c10d", "auto", "nccl"],
+)
+def test_the_transport_and_why(variables, expected):
+    """Fails when the report says another transport than tensors on a device would take, or leaves out why."""
+    done = subprocess.run(
+        [sys.executable, "-m", "haloconv", "info", "--json"],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    found = json.loads(done.stdout)["transport"]["CUDA tensors"]
+    if torch.version.cuda is None and expected["chosen"] == "nccl":
+        expected = {"chosen": "c10d", "why not nccl": "this torch is built without CUDA"}
+    assert found | expected == found
+    assert ("an error where a rank cannot" in found.get("where", "")) == (
+        found["chosen"] == "nccl" and variables["HALOCONV_TRANSPORT"] == "nccl"
+    )
+    if found["chosen"] == "nccl":
+        assert found["version"] == ".".join(map(str, torch.cuda.nccl.version()))
 
 
 @pytest.mark.parametrize("arguments", [[], ["inform"]])
@@ -73,22 +104,18 @@ def test_a_section_that_fails_does_not_stop_the_report(monkeypatch, capsys):
 
 
 def names_looked_up():
-    """Every literal in csrc/ that is the name of a function of NCCL, cuDNN, CUDA's runtime or libtorch_cuda."""
-    pattern = r'["(]((?:nccl|cudnn|cuda)[A-Z]\w+|aoti_torch_cuda_\w+|aoti_torch_get_current_cuda_stream)[")]'
+    """Every function of libtorch_cuda whose name is a literal in csrc/. (tests/test_nccl_abi.py has those of NCCL.)"""
+    pattern = r'"(aoti_torch_cuda_\w+|aoti_torch_get_current_cuda_stream)"'
     return sorted({name for path in CSRC.glob("*.c") for name in re.findall(pattern, path.read_text())})
 
 
-@pytest.mark.skipif(
-    torch.version.cuda is None, reason="torch is a CPU build: it brings none of the libraries"
-)
+@pytest.mark.skipif(torch.version.cuda is None, reason="torch is a CPU build: it has no libtorch_cuda")
 @pytest.mark.skipif(not CSRC.exists(), reason="an installed copy is being tested")
 def test_every_name_is_found_in_the_real_library():
-    """Fails when the C core asks a library of torch's for a function that it does not have."""
+    """Fails when the C core asks libtorch_cuda for a function that it does not have."""
     names = names_looked_up()
     assert "aoti_torch_get_current_cuda_stream" in names
     assert "aoti_torch_cuda_convolution" in names
+    library = ctypes.CDLL("libtorch_cuda.so", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
     for name in names:
-        kind = re.match("nccl|cudnn|cuda|aoti", name).group()
-        major = torch.version.cuda.partition(".")[0]
-        library = ctypes.CDLL(SONAMES.get(kind, f"libcudart.so.{major}"))
         assert hasattr(library, name), name

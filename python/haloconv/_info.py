@@ -158,11 +158,6 @@ def _device(index):
     }
 
 
-@section("transport")
-def _transport():
-    return {"chosen": "c10d", "why": "the only one in this build: torch's own process groups"}
-
-
 @section("environment")
 def _environment():
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith("HALOCONV_")}

@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import (
     _resolve_process_group,
 )
 
-from . import _C, _transport
+from . import _C, _info, _transport
 from ._check import on_rank
 
 _WATCH_EVERY_S = 0.1
@@ -67,17 +67,44 @@ def _backend(group):
         return dist.get_backend(group)
 
 
-def why_not(group):
-    """Why this rank cannot use NCCL for tensors on a device, "" where it can."""
+def why_never():
+    """Why this process cannot use NCCL for tensors on a device, whatever the group, "" where it can."""
     if _mode == "c10d":
         return "HALOCONV_TRANSPORT is 'c10d'"
     try:
         _C.nccl_version()
     except RuntimeError as error:
         return str(error)
+    return ""
+
+
+def why_not(group):
+    """Why this rank cannot use NCCL for tensors on a device in this group, "" where it can."""
+    never = why_never()
+    if never:
+        return never
     if not _C.fake_device() and _backend(group) != "nccl":
         return f"the group's backend is {_backend(group)}"
     return ""
+
+
+@_info.section("transport")
+def _about():
+    never = why_never()
+    device = {"chosen": "c10d", "why not nccl": never}
+    if not never:
+        device = {"chosen": "nccl", "where": "all ranks of a group can and its backend is nccl; else c10d"}
+        if _mode == "nccl":
+            device["where"] = "always; an error where a rank cannot, or the group's backend is another"
+        device["version"] = _info.dotted(_C.nccl_version(), (10000, 100, 1))
+    if _timeout is not None:
+        device["timeout in s"] = _timeout
+    if _C.fake_device():
+        device["for"] = "tests: a stand-in, to which CPU tensors are a device's"
+    return {
+        "CPU tensors": {"chosen": "c10d", "why not nccl": "NCCL moves tensors between CUDA devices only"},
+        "CUDA tensors": device,
+    }
 
 
 def timeout_of(group):

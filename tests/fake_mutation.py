@@ -149,6 +149,14 @@ MUTANTS = [
         "60",
     ),
     Mutant(
+        "mark-without-header",
+        "a sender packs in its own memory format where no header can say which",
+        "csrc/transport.c",
+        "    *mark = false;\n  } else {",
+        "    (void)0;\n  } else {",
+        "test_ranks_of_different_memory_formats and 2",
+    ),
+    Mutant(
         "no-timeout",
         "nobody looks how long an exchange takes",
         COMM,

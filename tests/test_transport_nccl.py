@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from harness import RankFailure, raises_on_every_rank, run_ranks
+from harness import RankFailure, mesh_of, raises_on_every_rank, run_ranks
 from test_ops_memory import heap_bytes, sanitized
 
 pytestmark = pytest.mark.skipif(
@@ -116,6 +116,54 @@ def wide():
 def test_halo_over_several_ranks():
     """Fails when a rank has more than two peers."""
     run_ranks(4, wide)
+
+
+def mixed_formats():
+    """Even ranks hold channels_last, odd ones contiguous: an exchange, its adjoint, and a convolution with gradients."""
+    import haloconv
+    from torch.distributed.tensor import DTensor, Shard
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    size, mine = 4 * world, slice(4 * rank, 4 * rank + 4)
+    kept = torch.channels_last if rank % 2 == 0 else torch.contiguous_format
+    full = torch.randn(2, 3, 5, size, dtype=torch.float64)
+    x = full[..., mine].contiguous(memory_format=kept)
+    place = (rank, world, dist.group.WORLD.group_name)
+    window = (3, size, [3, 1, 1, 1, 1, 0], False, False)
+    got = torch.ops.haloconv.halo_exchange(x, *window, 0.0, *place)
+    padded = torch.nn.functional.pad(full, (1, 1))
+    assert got.is_contiguous(memory_format=kept)
+    assert torch.equal(got, padded[..., 4 * rank : 4 * rank + 6])
+
+    parts = torch.randn(world, 2, 3, 5, 6, dtype=torch.float64)  # of each rank's extent
+    summed = torch.zeros(2, 3, 5, size + 2, dtype=torch.float64)
+    for peer in range(world):
+        summed[..., 4 * peer : 4 * peer + 6] += parts[peer]
+    back = torch.ops.haloconv.halo_reduce(parts[rank].contiguous(memory_format=kept), *window, *place)
+    torch.testing.assert_close(back, summed[..., 1:-1][..., mine], rtol=1e-14, atol=1e-14)  # order of two sums
+
+    layer = torch.nn.Conv2d(3, 4, 3, padding=1).double()
+    whole, grad = full.clone().requires_grad_(), torch.randn(2, 4, 5, size, dtype=torch.float64)
+    want = layer(whole)
+    wanted = torch.autograd.grad(want, (whole, layer.weight), grad)
+    mesh = mesh_of((world,))
+    sharded = haloconv.parallelize(layer, mesh)
+    local = x.detach().requires_grad_()
+    out = sharded(DTensor.from_local(local, mesh, [Shard(3)])).to_local()
+    out.backward(grad[..., mine].contiguous(memory_format=kept))
+    for found, expected in [
+        (out, want[..., mine]),
+        (local.grad, wanted[0][..., mine]),
+        (sharded.weight.grad.to_local(), wanted[1]),
+    ]:
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)  # sums in another order
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_of_different_memory_formats(world):
+    """Fails when a message without a header is read in the receiver's memory format."""
+    run_ranks(world, mixed_formats)
 
 
 def forgetful():

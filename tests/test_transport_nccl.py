@@ -245,7 +245,8 @@ def faulty_steps(bad_rank, after, wanted):
             finally:
                 fired = rank == bad_rank and library.fake_calls() >= n
                 library.fake_arm(0, 0)
-            exchange(group)  # which those that were through before the failure do not get through
+            for _ in range(dist.get_world_size() - 1):
+                exchange(group)  # nobody gets through all: the news is one neighbour further each time
         except RuntimeError as caught:
             error = str(caught)
         errors = [None] * dist.get_world_size()

@@ -43,9 +43,7 @@ def build(folder, root=ROOT, sanitize=False):
             f"--build-lib={folder / 'lib'}",
         ],
         cwd=root,
-        env=dict(
-            os.environ, HALOCONV_FAULTS="1", HALOCONV_SANITIZE="1" if sanitize else "0", USE_CUDA="0"
-        ),
+        env=dict(os.environ, HALOCONV_FAULTS="1", HALOCONV_SANITIZE="1" if sanitize else "0", USE_CUDA="0"),
         check=True,
         capture_output=True,
         timeout=300,

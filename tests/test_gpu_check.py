@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def gpu_check(out, *options, **environment):
+def run_script(out, *options, **environment):
     return subprocess.run(
         ["bash", str(ROOT / "benchmarks" / "gpu_check.sh"), "installed", str(out), *options],
         env=os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"} | environment,
@@ -31,7 +31,7 @@ def test_the_short_form_passes_on_the_cpu(tmp_path):
     """Fails when a check of the script is broken, or its report is not what its reader expects."""
     out = tmp_path / "report.json"
     library = str(host.path())
-    done = gpu_check(out, "--device", "cpu", "--only", *CHECKS, HALOCONV_CUDA_LIBRARY=library)
+    done = run_script(out, "--device", "cpu", "--only", *CHECKS, HALOCONV_CUDA_LIBRARY=library)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(out.read_text())
     assert list(report["checks"]) == CHECKS
@@ -54,6 +54,27 @@ def test_a_failed_check_fails_the_script(tmp_path):
     library = tmp_path / "idle.so"
     subprocess.run(["gcc", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
     out = tmp_path / "report.json"
-    done = gpu_check(out, "--device", "cpu", "--only", CHECKS[0], HALOCONV_CUDA_LIBRARY=str(library))
+    done = run_script(out, "--device", "cpu", "--only", CHECKS[0], HALOCONV_CUDA_LIBRARY=str(library))
     assert done.returncode == 1, done.stdout + done.stderr
     assert "a box is wrong" in json.loads(out.read_text())["checks"][CHECKS[0]]["error"]
+
+
+def test_a_check_that_hangs_is_ended(tmp_path, monkeypatch):
+    """Fails when a rank that hangs outlives its check's limit, or holds the script up."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import gpu_check as script
+
+    stuck = tmp_path / "stuck.py"
+    stuck.write_text(
+        "import os, sys, time\n"
+        f"open({str(tmp_path / 'pid')!r} + os.environ['RANK'], 'w').write(str(os.getpid()))\n"
+        "print('rank', os.environ['RANK'], 'is here', flush=True)\n"
+        "time.sleep(1000)\n"
+    )
+    monkeypatch.setattr(script, "__file__", str(stuck))
+    result = script.run_check("autocast_2", "cpu", 2)
+    assert result["ok"] is False and "longer than 2 s" in result["error"]
+    for rank in range(2):
+        assert f"rank {rank} is here" in result["log"]
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((tmp_path / f"pid{rank}").read_text()), 0)

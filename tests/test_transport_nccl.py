@@ -141,7 +141,9 @@ def mixed_formats():
     for peer in range(world):
         summed[..., 4 * peer : 4 * peer + 6] += parts[peer]
     back = torch.ops.haloconv.halo_reduce(parts[rank].contiguous(memory_format=kept), *window, *place)
-    torch.testing.assert_close(back, summed[..., 1:-1][..., mine], rtol=1e-14, atol=1e-14)  # order of two sums
+    torch.testing.assert_close(
+        back, summed[..., 1:-1][..., mine], rtol=1e-14, atol=1e-14
+    )  # order of two sums
 
     layer = torch.nn.Conv2d(3, 4, 3, padding=1).double()
     whole, grad = full.clone().requires_grad_(), torch.randn(2, 4, 5, size, dtype=torch.float64)

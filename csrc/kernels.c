@@ -146,10 +146,15 @@ static void finish_halo_call(StableIValue *stack, int list, int group, halo_call
                              const char *name, const hc_status *status) {
   char where[64] = "";
   if (status->code != HC_OK && call->axis.world > 1) {
+    hc_status second = {HC_OK, ""};
     (void)snprintf(where, sizeof where, " on rank %" PRId64 " of %" PRId64, call->axis.rank,
                    call->axis.world);
-    if (!call->planned ||
-        !hc_extents_are_local(call->axis.size, call->axis.world, call->extents, call->axis.periodic)) {
+    if (call->axis.group == NULL) { /* reading it was what failed: others wait all the same */
+      (void)hc_stable_to_string(stack[group], &call->axis.group, &second);
+    }
+    if (call->axis.group != NULL &&
+        (!call->planned ||
+         !hc_extents_are_local(call->axis.size, call->axis.world, call->extents, call->axis.periodic))) {
       hc_transport_report(call->axis.group, status->message);
     }
   }

@@ -66,16 +66,24 @@ done:
   return status->code;
 }
 
-void hc_c10d_report(const char *group, const char *message) {
-  hc_status ignored = {HC_OK, ""};
+static hc_code try_report(const char *group, const char *message, hc_status *status) {
   StableIValue stack[2] = {0, 0};
-  HC_TRY(hc_stable_from_text(group, &stack[0], &ignored));
-  HC_TRY(hc_stable_from_text(message, &stack[1], &ignored));
+  HC_TRY(hc_stable_from_text(group, &stack[0], status));
+  HC_TRY(hc_stable_from_text(message, &stack[1], status));
   (void)torch_call_dispatcher("haloconv::_report", "", stack, HC_TORCH_ABI_VERSION);
   stack[0] = stack[1] = 0; /* taken over by the dispatcher */
 done:
   hc_stable_free_list(&stack[0]);
   hc_stable_free_list(&stack[1]);
+  return status->code;
+}
+
+void hc_c10d_report(const char *group, const char *message) {
+  /* Without its report this rank would stay in an epoch that the others have left: one failure more is survived. */
+  hc_status first = {HC_OK, ""}, second = {HC_OK, ""};
+  if (try_report(group, message, &first) != HC_OK) {
+    (void)try_report(group, message, &second);
+  }
 }
 
 hc_code hc_c10d_connect(const char *group, int64_t device, bool *nccl, hc_status *status) {

@@ -29,7 +29,8 @@ export BASE_PYTHON
 SANITIZED := build/sanitize
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-short test test-long test-213 test-kernels lint format build wheel audit sanitize \
-    sanitize-short fuzz zoo bench-check mutation mutation-short clean distclean env env-lint env-213
+    sanitize-short fuzz zoo bench-check mutation mutation-short \
+    fakes fake-mutation clean distclean env env-lint env-213
 
 help:
 	@echo 'make demo       trains a ConvNet on images split over $(NPROC) processes, and unsplit'
@@ -42,6 +43,8 @@ help:
 	@echo 'make audit      that wheel: does it keep to the two stable ABIs?'
 	@echo 'make test-213   that wheel on torch 2.13.0: the core of the suite'
 	@echo 'make test-kernels   the core of the suite, its halos moved by the CUDA kernels on the host'
+	@echo 'make fakes      the long form of the tests of the NCCL transport, on a stand-in for NCCL and CUDA'
+	@echo 'make fake-mutation   takes the safeguards of that transport away: do those tests notice each?'
 	@echo 'make sanitize   the core of the suite under AddressSanitizer and UndefinedBehaviorSanitizer'
 	@echo 'make fuzz       the random tests with many more examples'
 	@echo 'make zoo        whole published models on 2 and 3 processes against their unsplit selves'
@@ -83,6 +86,13 @@ test-213: build wheel env-213
 # Every halo through the bodies of the CUDA kernels, which run on the host for that.
 test-kernels: build
 	HALOCONV_CUDA_LIBRARY=$(CURDIR)/$$($(PY) tests/hostkernels.py build/hostkernels) $(PY) -m pytest -m core $(ARGS)
+
+# What needs no card of the NCCL transport; `make test` has a short form.
+fakes: build
+	HALOCONV_LONG=1 $(PY) -m pytest tests/test_fakes.py tests/test_wire.py $(ARGS)
+
+fake-mutation: env
+	$(PY) tests/fake_mutation.py $(ARGS)
 
 lint: env-lint
 	@$(PY_LINT) .ci/lint.py

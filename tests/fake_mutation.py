@@ -157,6 +157,14 @@ MUTANTS = [
         "test_ranks_of_different_memory_formats and 2",
     ),
     Mutant(
+        "reported-once",
+        "a report that fails is not tried again",
+        "csrc/transport_c10d.c",
+        "    (void)try_report(group, message, &second);\n",
+        "    (void)second;\n",
+        "test_a_report_that_fails",
+    ),
+    Mutant(
         "no-timeout",
         "nobody looks how long an exchange takes",
         COMM,
@@ -189,6 +197,7 @@ def try_mutant(mutant, verbose):
             HALOCONV_FAKE_LIMIT=mutant.limit,
             HALOCONV_GRACE_S="3",
             HALOCONV_TIMEOUT_FACTOR="0.3",
+            HALOCONV_LONG="1",
         )
     caught = status == 1 and failed > 0
     print(

@@ -2,7 +2,7 @@
 
 haloconv is built once with the hooks that let CPU tensors pass for a device's, and parts of the suite run on it in a
 process of their own: every halo then travels over an NCCL communicator of the stand-in. HALOCONV_TRANSPORT is nccl, so
-nothing falls back to another transport unseen.
+nothing falls back to another transport unseen. `make fakes` runs the long form.
 """
 
 import os
@@ -22,12 +22,24 @@ pytestmark = [
     pytest.mark.slow,
 ]
 
+TRANSPORT = "tests/test_transport_nccl.py"
+
 # What runs, and how many tests at least have to pass.
-SUITE = {
-    "the transport": (["tests/test_transport_nccl.py"], 25),
+SHORT = [
+    TRANSPORT,
+    "tests/test_cases.py::test_case_03_subgroup",
+    "tests/test_cases.py::test_case_03_data_parallel_times_spatial",
+    "tests/test_cases.py::test_case_04_halo_is_not_half_the_kernel",
+    "tests/test_cases.py::test_case_11_sizes_that_do_not_divide",
+    "tests/test_cases.py::test_case_12_kernel_wider_than_the_neighbours_shard",
+    "tests/test_convolution_paths.py::test_meshes_with_several_dims",
+    "tests/test_norms.py::test_like_unsplit",
+]
+LONG = {
+    "the transport": ([TRANSPORT], 34),
     "convolutions by name": (["tests/test_cases.py"], 80),
-    "random convolutions": (["tests/test_convolution_fuzz.py", "-k", "not census"], 40),
-    "both paths": (["tests/test_convolution_paths.py", "-k", "libtorch_call_may_fail"], 2),
+    "random convolutions": (["tests/test_convolution_fuzz.py", "-k", "not census"], 600),
+    "both paths": (["tests/test_convolution_paths.py", "-k", "libtorch_call_may_fail"], 4),
     "norms": (["tests/test_norms.py"], 10),
     "pooling": (["tests/test_pooling.py"], 5),
 }
@@ -45,25 +57,36 @@ def passes(environment, arguments, least, **variables):
     assert status == 0 and failed == 0 and passed >= least, text[-6000:]
 
 
-@pytest.mark.parametrize("what", SUITE)
-def test_suite(environment, what):
+def test_the_transport_and_what_goes_over_it(environment):
     """Fails when something that works over gloo does not over NCCL."""
-    arguments, least = SUITE[what]
-    passes(environment, arguments, least, HALOCONV_FAKE_SEED="0")
-
-
-def test_eager_device(environment):
-    """Fails when the transport relies on a device that is late."""
-    passes(environment, SUITE["the transport"][0], 25, HALOCONV_FAKE_SEED="1")
+    passes(environment, SHORT, 90, HALOCONV_FAKE_SEED="0", HALOCONV_LONG="0")
 
 
 def test_by_way_of_host_memory(environment):
     """Fails when tensors on a device cannot be exchanged over gloo."""
-    passes(environment, SUITE["the transport"][0], 5, HALOCONV_TRANSPORT="c10d")
+    passes(environment, [TRANSPORT], 8, HALOCONV_TRANSPORT="c10d")
 
 
+@pytest.mark.long
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize("what", LONG)
+def test_suite(environment, what):
+    """Fails as the short one does, in rarer cases."""
+    arguments, least = LONG[what]
+    passes(environment, arguments, least, HALOCONV_FAKE_SEED="0")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1000)
+def test_eager_device(environment):
+    """Fails when the transport relies on a device that is late."""
+    passes(environment, [TRANSPORT], 34, HALOCONV_FAKE_SEED="1")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1000)
 def test_sanitized(tmp_path):
     """Fails when the transport, or the stand-in, reads or writes where it must not."""
     environment = fakebuild.build(tmp_path, sanitize=True)
-    arguments = [*SUITE["the transport"][0], "-k", "test_exchanges or every_call or buffers_live"]
+    arguments = [TRANSPORT, "-k", "test_exchanges or every_call or buffers_live"]
     passes(environment, arguments, 8, HALOCONV_TIMEOUT_FACTOR="3")

@@ -272,9 +272,12 @@ def faulty_steps(bad_rank, after, wanted):
     return n, failures
 
 
+EFFECTS = [pytest.param(0, id="without effect"), pytest.param(1, id="after its effect")]
+
+
 @nccl_only
-@pytest.mark.parametrize("after", [0, 1], ids=["without effect", "after its effect"])
-@pytest.mark.parametrize("world, bad_rank", [(2, 0), (3, 1), (3, 2)])
+@pytest.mark.parametrize("after", EFFECTS)
+@pytest.mark.parametrize("world, bad_rank", [(2, 0), pytest.param(3, 1, marks=pytest.mark.long), (3, 2)])
 def test_every_call_may_fail(world, bad_rank, after):
     """Fails when a failed call leaves a rank waiting, or unaware, or memory in use, or the group unable to go on."""
     found = run_ranks(world, faulty_steps, bad_rank, after, "exchange", timeout=250)
@@ -284,7 +287,9 @@ def test_every_call_may_fail(world, bad_rank, after):
 
 
 @nccl_only
-@pytest.mark.parametrize("after", [0, 1], ids=["without effect", "after its effect"])
+@pytest.mark.parametrize(
+    "after", [EFFECTS[0], pytest.param(1, id="after its effect", marks=pytest.mark.long)]
+)
 def test_every_call_of_the_first_exchange_may_fail(after):
     """Fails when an error while the communicator is made leaves other ranks waiting for it."""
     n, failures = run_ranks(2, faulty_steps, 0, after, "connect", timeout=250)[0]
@@ -517,8 +522,15 @@ SCRIPT = """
 
 
 @nccl_only
-@pytest.mark.parametrize("keep", [False, True], ids=["forgotten", "kept"])
-@pytest.mark.parametrize("fail", [False, True], ids=["well", "after an error"])
+@pytest.mark.parametrize(
+    "fail, keep",
+    [
+        pytest.param(False, False, id="well", marks=pytest.mark.long),
+        pytest.param(False, True, id="well, the group kept", marks=pytest.mark.long),
+        pytest.param(True, False, id="after an error", marks=pytest.mark.long),
+        pytest.param(True, True, id="after an error, the group kept"),
+    ],
+)
 def test_the_end(tmp_path, fail, keep):
     """Fails when a communicator outlives its process group, or the process cannot end, also after an error."""
     here = os.path.dirname(os.path.abspath(__file__))

@@ -88,7 +88,7 @@ static hc_code run_block(const rows *r, hc_status *status) {
   const hc_block *block = r->block;
   const int64_t bytes = hc_block_numel(block) * r->size;
   const int64_t count = block->ndim > 0 ? block->sizes[0] : 1;
-  if (bytes < 2 * BYTES_PER_THREAD || count == 1) {
+  if (bytes < 2 * (int64_t)BYTES_PER_THREAD || count == 1) {
     run_rows(0, count, (void *)(uintptr_t)r);
     return HC_OK;
   }

@@ -12,7 +12,7 @@
 #include "status.h"
 
 typedef struct hc_nccl_api {
-#define HC_FIELD(name) __typeof__(name) *name;
+#define HC_FIELD(name) __typeof__(name) *name; /* NOLINT(bugprone-macro-parentheses) */
   HC_NCCL_FUNCTIONS(HC_FIELD)
   HC_CUDART_FUNCTIONS(HC_FIELD)
   HC_TORCH_CUDA_FUNCTIONS(HC_FIELD)

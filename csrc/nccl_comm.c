@@ -1,5 +1,5 @@
 /* nccl_comm: see nccl_comm.h. */
-#define _POSIX_C_SOURCE 200809L
+#define _POSIX_C_SOURCE 200809L /* NOLINT(bugprone-reserved-identifier,cert-dcl37-c,cert-dcl51-cpp) */
 #include "nccl_comm.h"
 
 #include <inttypes.h>

@@ -95,7 +95,7 @@ int64_t hc_comm_close_failed(const char *group);
 void hc_comm_destroy(const char *group);
 
 /* A record with its two events, of the pool; and back. */
-hc_code hc_flight_new(int32_t device, hc_flight **flight, hc_status *status);
+hc_code hc_flight_new(int32_t device, hc_flight **out, hc_status *status);
 void hc_flight_free(hc_flight *flight);
 /* Into the list of comm's exchanges; whoever waits sets `waited` through hc_flight_waited, and gives the record up. */
 void hc_flight_add(hc_flight *flight);

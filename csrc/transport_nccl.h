@@ -20,7 +20,7 @@
 
 /* `flight` is NULL afterwards if there was nothing to send or to receive. */
 hc_code hc_nccl_post(hc_comm *comm, const hc_messages *sends, const hc_messages *recvs, const char *op,
-                     hc_flight **flight, hc_status *status);
+                     hc_flight **out, hc_status *status);
 /* Makes the caller's stream wait, and gives the exchange up. */
 hc_code hc_nccl_wait(hc_flight *flight, hc_status *status);
 

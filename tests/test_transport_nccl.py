@@ -312,7 +312,7 @@ def test_one_rank_is_refused():
 
 
 def fault_in_a_report():
-    """All ranks are refused, and on rank 0 the n-th call to libtorch fails, for each n: some are those of its report."""
+    """All ranks are refused, and on rank 0 the n-th call to libtorch fails, for each n; some are of its report."""
     from haloconv import _C
 
     world, rank = dist.get_world_size(), dist.get_rank()

@@ -203,7 +203,7 @@ class _Watch(threading.Thread):
         super().__init__(name="haloconv watch", daemon=True)
         self.ended = threading.Event()
         self.store = _get_default_store()
-        with contextlib.suppress(RuntimeError, NotImplementedError):
+        with contextlib.suppress(RuntimeError):  # also what a store has no clone for
             self.store = self.store.clone()  # a connection of its own: the other may be waiting
 
     def run(self):

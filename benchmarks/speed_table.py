@@ -34,7 +34,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from conv import legacy_route_is_open, runs
 from haloconv._rules import _registry
-from harness import Benchmark, Column, interleaved
+from harness import PUBLISHED_SPEED, Benchmark, Column, interleaved
 from memory_cases import Case, program
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_module
@@ -56,12 +56,29 @@ COLUMNS = {
     "balance": Column("balance", ".2f"),
     "note": Column("note"),
 }
-SHOWN = ["name", "input", "ranks", "step_ms", "step_ms_p10", "step_ms_p90", "speedup", "efficiency", "ratio", "of"]
-SHOWN += ["images_per_s", "exchange_ms", "exchange_share", "reduction_ms", "reduction_share", "messages", "sent_mib"]
+SHOWN = [
+    "name",
+    "input",
+    "ranks",
+    "step_ms",
+    "step_ms_p10",
+    "step_ms_p90",
+    "speedup",
+    "efficiency",
+    "ratio",
+    "of",
+]
+SHOWN += [
+    "images_per_s",
+    "exchange_ms",
+    "exchange_share",
+    "reduction_ms",
+    "reduction_share",
+    "messages",
+    "sent_mib",
+]
 SHOWN += ["bubble", "idle", "balance", "error", "published", "note"]  # fmt: skip
 
-# (width, ranks) -> milliseconds
-PUBLISHED = {(1024, 1): 723, (2048, 2): 937, (4096, 4): 952, (4096, 8): 647}
 DEFAULTS = {  # of a device
     "cuda": dict(model="convnext_xlarge", batch=7, height=512, sizes=["1024/1", "2048/2", "4096/4", "4096/8"]),
     "cpu": dict(model="convnext_atto", batch=4, height=64, sizes=["128/1", "256/2", "512/4", "512/8"]),
@@ -271,7 +288,9 @@ def measure(bench, args, device, base):
                     )
                 entries.append(((width, ranks, name), case, timed, found if found >= 0 else None, None))
             if legacy_open and ranks == world > 1:
-                entries.append(add_legacy(cases_of(width, ranks, base)["haloconv"], narrow, meshes[ranks], expected))
+                entries.append(
+                    add_legacy(cases_of(width, ranks, base)["haloconv"], narrow, meshes[ranks], expected)
+                )
             gc.collect()
             advance(f"{width}/{ranks}")
         for key, _, timed, _, _ in entries:
@@ -292,7 +311,9 @@ def add_legacy(case, narrow, mesh, expected):
         warnings.simplefilter("ignore")
         found = []
         if not runs(
-            lambda: found.append(legacy_error(Legacy(replace(case, input=narrow.input), mesh, rank), expected))
+            lambda: found.append(
+                legacy_error(Legacy(replace(case, input=narrow.input), mesh, rank), expected)
+            )
         ):
             return key, case, False, None, "cannot run this net"
         legacy = Legacy(case, mesh, rank)
@@ -327,7 +348,7 @@ def add_row(bench, args, key, case, timed, times, found, note, device):
         row |= {"bubble": (ranks - 1) / (batch + ranks - 1), "idle": 1 - total / ranks / median}
         row |= {"balance": total / ranks / longest}
     if name in ("haloconv", "one rank") and case.model == "convnext_xlarge" and (batch, height) == (7, 512):
-        row["published"] = PUBLISHED.get((width, ranks))
+        row["published"] = PUBLISHED_SPEED.get((width, ranks))
     bench.add(**row)
 
 
@@ -388,9 +409,13 @@ def main():
         torch.cuda.set_device(rank % torch.cuda.device_count())
     device = torch.device(args.device, torch.cuda.current_device() if args.device == "cuda" else None)
     dist.init_process_group(
-        "nccl" if args.device == "cuda" else "gloo", rank=rank, world_size=int(os.environ.get("WORLD_SIZE", "1"))
+        "nccl" if args.device == "cuda" else "gloo",
+        rank=rank,
+        world_size=int(os.environ.get("WORLD_SIZE", "1")),
     )
-    base = Case(model=args.model, input=(args.batch, 3, args.height, 0), dtype=args.dtype, optimizer=args.optimizer)
+    base = Case(
+        model=args.model, input=(args.batch, 3, args.height, 0), dtype=args.dtype, optimizer=args.optimizer
+    )
     measure(bench, args, device, base)
     relate(bench.rows)
     bench.finish(SHOWN, title=f"{args.model}, {args.dtype}, {args.optimizer}", plot=draw(bench.rows))

@@ -3,12 +3,12 @@
     torchrun --nproc-per-node 2 benchmarks/scaling_model.py     # calibrates here and predicts runs that it then measures
     python benchmarks/scaling_model.py                          # what needs no measurement here
 
-1. *Held-out runs.* Rates of each class of ops are calibrated on `CALIBRATION`, exchanges and all-reduces on messages of
-   two sizes; `HELD_OUT` (other widths, ranks, networks) is predicted and measured. Both lists stand in this file; nothing
-   is fitted to a held-out run.
+1. *Held-out runs.* Rates of each class of ops are calibrated on `CALIBRATION`, exchanges and all-reduces on messages
+   of two sizes; `HELD_OUT` (other widths, ranks, networks) is predicted and measured. Both lists stand in this file;
+   nothing is fitted to a held-out run.
 2. *Memory*, calibrated on one row of results/memory_table_cpu.json, against the others.
 3. *The published table*, calibrated on its first row alone.
-4. *1 to 10,000 cards*: data parallelism × spatial 1/2/4/8, for classes of nodes whose figures are assumptions (`NODES`).
+4. *1 to 10,000 cards*: data parallelism × spatial 1/2/4/8, for classes of nodes whose figures are assumptions.
 
 Times are of the processor by default (`--clock wall` on a machine with nothing else to do): on shared machines a wall
 clock measures the others. benchmarks/README.md has the formulas.
@@ -108,7 +108,7 @@ def clocks(clock):
 
 
 def calibrate(rounds, clock, bench):
-    """Lines by way and class, host seconds per call by way, of exchanges and of all-reduces; measured calibration runs."""
+    """Lines by way and class, host seconds per call by way, of exchanges and of all-reduces."""
     mesh = own_mesh()
     step_clock, op_clock = clocks(clock)
     runs = {}

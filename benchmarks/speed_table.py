@@ -9,8 +9,8 @@ all of them taking turns:
 
     each block recomputed   gradient checkpointing
     pipeline                torch.distributed.pipelining, 1F1B, one image a micro-batch, on as many ranks
-    separate strips         every rank by itself on an image as wide as its shard: the same work, no exchange. Ranks that
-                            share a machine slow each other here too
+    separate strips         every rank by itself on an image as wide as its shard: the same work, no exchange. Ranks
+                            that share a machine slow each other here too
     torch's legacy route    torch's older convolution rule, where it runs; its error is shown and not asserted
 
 Losses and gradients of what haloconv runs are compared with the unsplit network's, on the narrowest image. Sizes with
@@ -337,7 +337,8 @@ def add_row(bench, args, key, case, timed, times, found, note, device):
     exchange, reduction, messages, sent = of_all([exchange, reduction, *counts], device)
     row = dict(
         name=name, way=case.way, model=case.model, input=[batch, 3, height, width], ranks=ranks, dtype=case.dtype,
-        checkpointing=case.checkpointing, optimizer=case.optimizer, measured=args.device, error=found, note=note, **times,
+        checkpointing=case.checkpointing, optimizer=case.optimizer, measured=args.device, error=found, note=note,
+        **times,
     )  # fmt: skip
     if median is not None:
         row |= {"images_per_s": 1e3 * batch / median, "mpixel_per_s": batch * height * width / median / 1e3}

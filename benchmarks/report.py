@@ -192,7 +192,7 @@ def scaling(report, folder):
             ],
         )
     yield (
-        "### 1 to 10,000 cards\n\n1024 images of 512 × 2048 a step, bfloat16, Adam, states sharded over a node of eight;"
+        "### 1 to 10,000 cards\n\n1024 images of 512 × 2048 a step, bfloat16, Adam, states sharded in a node;"
         " the fastest split of each number of cards, and what bounds it. All figures of the hardware are assumptions"
         " (`NODES` and the constants beside it in benchmarks/scale_out.py).\n"
     )

@@ -103,7 +103,7 @@ def scale_out(bench, model, nodes):
 
 
 def _option(node, whole, fixed, strips, cards, spatial):
-    """None where it cannot be: cards that spatial does not divide, more ranks than images, more memory than there is."""
+    """None where it cannot be: cards that spatial does not divide, more groups than images, too little memory."""
     groups = cards // spatial
     if groups < 1 or cards % spatial or groups > BATCH:
         return None

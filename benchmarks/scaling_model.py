@@ -1,6 +1,6 @@
 """Time and memory of a training step from counted work and a small calibration, up to 10,000 cards.
 
-    torchrun --nproc-per-node 2 benchmarks/scaling_model.py     # calibrates here and predicts runs that it then measures
+    torchrun --nproc-per-node 2 benchmarks/scaling_model.py     # calibrates here, predicts runs, measures them
     python benchmarks/scaling_model.py                          # what needs no measurement here
 
 1. *Held-out runs.* Rates of each class of ops are calibrated on `CALIBRATION`, exchanges and all-reduces on messages

@@ -78,18 +78,24 @@ def of_input(row):
 def memory_bars(rows):
     def plot(figure):
         axes = figure.subplots()
-        names = [f"{row['name']} ({row['dtype'].split()[0]}, {row['optimizer']})" for row in rows][::-1]
+        at = range(len(rows))
+        names = [
+            f"{row['name']} ({row['dtype'].split()[0]}, {row['optimizer']}, width {row['input'][-1]}"
+            f"{', elementwise norm' if 'elementwise' in row['model'] else ''})"
+            for row in rows
+        ][::-1]
         left = [0.0] * len(rows)
         for part in ("parameters_gib", "states_gib", "activations_gib", "temporaries_gib"):
             values = [row[part] or 0.0 for row in rows][::-1]
             if part == "activations_gib":  # at the peak gradients have taken their place, where they are more
                 values = [max(row[part] or 0.0, row["gradients_gib"] or 0.0) for row in rows][::-1]
-            axes.barh(names, values, left=left, label=part.removesuffix("_gib"))
+            axes.barh(at, values, left=left, label=part.removesuffix("_gib"))
             left = [a + b for a, b in zip(left, values)]
-        for at, row in enumerate(rows[::-1]):
+        for index, row in enumerate(rows[::-1]):
             if row["published"] is not None:
-                axes.plot([row["published"]], [at], "k|", markersize=14)
-        axes.set_xlabel("GiB a card (bar: published)")
+                axes.plot([row["published"]], [index], "k|", markersize=14)
+        axes.set_yticks(at, names)
+        axes.set_xlabel("GiB a card (black mark: published)")
         axes.tick_params(axis="y", labelsize=6)
         axes.legend()
 

@@ -125,7 +125,7 @@ def classified(func, args, kwargs, out):
 def window_of(func, args):
     """The window over the width of a convolution or a pool, or None."""
     if func in POOLS:
-        x, kernel, stride, padding, dilation, *_ = (*args, [0, 0], [1, 1])[:5]
+        x, kernel, stride, padding, dilation = (*args[:5], *([], 0, 1)[len(args[:5]) - 2 :])
         return Window(
             kernel[-1], (stride or kernel)[-1], padding[-1], dilation[-1], x.shape[-1], _column(x), False
         )
@@ -139,6 +139,10 @@ def window_of(func, args):
     return Window(
         weight.shape[-1], stride[-1], padding[-1], dilation[-1], x.shape[-1], _column(moved), backward
     )
+
+
+def _last(value):
+    return value if isinstance(value, int) else value[-1]
 
 
 def _column(tensor):

@@ -303,14 +303,15 @@ def main():
     if world() == 2:
         works = {case: counted(case) if rank() == 0 else None for case in wanted}
     model = "convnext_tiny" if args.fast else "convnext_xlarge"
-    if rank() == 0:
-        memory(bench, results / "memory_table_cpu.json", 2 if args.fast else None)
-        published(bench, model)
-        scale_out(bench, model, list(NODES)[:1] if args.fast else NODES)
     if world() == 2:
         dist.init_process_group("gloo")
         held_out(bench, works, calibrate(rounds, args.clock, bench), rounds, args.clock)
         dist.destroy_process_group()
+    bench.save()
+    if rank() == 0:
+        memory(bench, results / "memory_table_cpu.json", 2 if args.fast else None)
+        published(bench, model)
+        scale_out(bench, model, list(NODES)[:1] if args.fast else NODES)
     show(bench)
     bench.finish(plot=draw(bench.rows))
 

@@ -59,21 +59,29 @@ def without(spans, holes):
     return left
 
 
-def profiled(step, activities):
-    """(milliseconds of the step, lane -> spans in milliseconds since its beginning)."""
-    dist.barrier()
-    with torch.profiler.profile(activities=activities) as profiler, torch.profiler.record_function("step"):
-        step()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+def profiled(step, count):
+    """Of each of `count` steps: milliseconds, and lane -> spans in milliseconds since its beginning."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profiler:
+        for _ in range(count):
+            dist.barrier()
+            with torch.profiler.record_function("step"):
+                step()
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
     events = profiler.events()
-    whole = next(event.time_range for event in events if event.name == "step")
+    return [_lanes(event.time_range, events) for event in events if event.name == "step"]
+
+
+def _lanes(whole, events):
     found = {lane: [] for lane in LANES}
     for event in events:
         lane = next((lane for lane, names in LANES.items() if event.name.startswith(names)), None)
-        if lane is not None:
-            span = [(t - whole.start) / 1e3 for t in (event.time_range.start, event.time_range.end)]
-            found[lane].append(span)
+        inside = whole.start <= event.time_range.start and event.time_range.end <= whole.end
+        if lane is not None and inside:
+            found[lane].append(
+                [(t - whole.start) / 1e3 for t in (event.time_range.start, event.time_range.end)]
+            )
     taken = []  # a lane's time is not also another's
     for lane, spans in found.items():
         found[lane] = without(merged(spans), taken)
@@ -114,8 +122,7 @@ def main():
     run = program(case, mesh, rank())
     for _ in range(2):
         run.step()
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    steps = [profiled(run.step, activities) for _ in range(1 if args.fast else 5)]
+    steps = profiled(run.step, 1 if args.fast else 5)
     everyone = [None] * world
     dist.all_gather_object(everyone, steps)
     order = sorted(range(len(steps)), key=lambda number: max(of[number][0] for of in everyone))

@@ -127,7 +127,13 @@ def window_of(func, args):
     if func in POOLS:
         x, kernel, stride, padding, dilation = (*args[:5], *([], 0, 1)[len(args[:5]) - 2 :])
         return Window(
-            kernel[-1], (stride or kernel)[-1], padding[-1], dilation[-1], x.shape[-1], _column(x), False
+            _last(kernel),
+            _last(stride or kernel),
+            _last(padding),
+            _last(dilation),
+            x.shape[-1],
+            _column(x),
+            False,
         )
     if func not in FORWARD and func not in BACKWARD:
         return None

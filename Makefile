@@ -29,7 +29,7 @@ export BASE_PYTHON
 SANITIZED := build/sanitize
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-short test test-long test-213 test-kernels lint format build wheel audit sanitize \
-    sanitize-short fuzz zoo bench-check mutation mutation-short \
+    sanitize-short fuzz zoo bench-check report mutation mutation-short \
     fakes fake-mutation clean distclean env env-lint env-213
 
 help:
@@ -49,6 +49,7 @@ help:
 	@echo 'make fuzz       the random tests with many more examples'
 	@echo 'make zoo        whole published models on 2 and 3 processes against their unsplit selves'
 	@echo 'make bench-check  PASS or FAIL for each speed target, over five runs of the benchmarks'
+	@echo 'make report     docs/report.md: what this machine can measure, beside what was published'
 	@echo 'make mutation   breaks the rule on purpose, in many ways: do tests notice each?'
 	@echo 'make clean      removes what was built; make distclean the virtual environments too'
 
@@ -116,6 +117,9 @@ fuzz: build
 
 bench-check: build
 	$(PY) benchmarks/check.py $(ARGS)
+
+report: build
+	$(PY) benchmarks/report.py $(ARGS)
 
 zoo: build
 	OMP_NUM_THREADS=1 $(PY) tests/zoo.py $(ARGS)

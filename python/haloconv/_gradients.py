@@ -14,6 +14,7 @@ FSDP2 reduces Partial gradients itself, on parameters of its own making, which t
 """
 
 import collections
+import time
 import weakref
 
 import torch
@@ -67,13 +68,17 @@ class _Bucket:
         if self.mesh_dims:
             mesh_dim = self.mesh_dims[0]
             op = _REDUCE_OPS[self.placements[mesh_dim].reduce_op]
+            begin = time.perf_counter()
             self.work = dist.all_reduce(self.flat, op=op, group=self.mesh.get_group(mesh_dim), async_op=True)
-            _transport.statistics.add("gradients", all_reduces=1, bytes=self.flat.nbytes)
+            seconds = time.perf_counter() - begin
+            _transport.statistics.add("gradients", all_reduces=1, bytes=self.flat.nbytes, seconds=seconds)
 
     def finish(self):
         """Yields (parameter, its reduced gradient)."""
         while self.mesh_dims:
+            begin = time.perf_counter()
             self.work.wait()
+            _transport.statistics.add("gradients", seconds=time.perf_counter() - begin)
             mesh_dim = self.mesh_dims.pop(0)
             if self.placements[mesh_dim].reduce_op == "avg":
                 self.flat /= self.mesh.size(mesh_dim)

@@ -155,7 +155,13 @@ _MOST_SPECS = 16384
 def spec_of(mesh, placements, shape, stride, dtype):
     """What `wrap_spec` takes. A model needs the same few hundred in each step, so they are kept."""
     placements, shape, stride = tuple(placements), torch.Size(shape), tuple(stride)
-    key = (id(mesh), placements, shape, stride, dtype)  # a kept spec holds its mesh, so that its id stays its own
+    key = (
+        id(mesh),
+        placements,
+        shape,
+        stride,
+        dtype,
+    )  # a kept spec holds its mesh, so that its id stays its own
     try:
         spec = _specs.get(key)
     except TypeError:  # symbolic sizes have no hash

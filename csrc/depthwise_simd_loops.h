@@ -125,6 +125,8 @@ HC_TARGET static void HC_NAME(reduce)(const void *source_, const int64_t *offset
       HC_CASE(8)
       HC_CASE(9)
       HC_CASE(10)
+    default: /* groups are of at most ten */
+      break;
     }
     offsets += width;
     sums += width * HC_LANES;

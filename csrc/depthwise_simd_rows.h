@@ -173,6 +173,8 @@ HC_TARGET static void HC_NAME(choose_grid)(int64_t height, int64_t width, const 
     HC_GRID(3, 6)
     HC_GRID(3, 7)
 #endif
+  default: /* there are no others */
+    break;
   }
 }
 #undef HC_GRID

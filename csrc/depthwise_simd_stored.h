@@ -34,6 +34,7 @@ HC_TARGET static void HC_KIND(pack_lines)(const void *from_, int64_t from_row, i
     }
     *(vector *)(packed + line - HC_LANES) = zeros;
     packed += before;
+    /* NOLINTNEXTLINE(misc-redundant-expression): the two may be one type here, and two where this is included again */
     if (sizeof(HC_STORED) == sizeof(HC_PACKED) && count >= HC_LANES) {
       for (int64_t x = 0; x < count - HC_LANES; x += HC_LANES) {
         *(vector *)(packed + x) = *(const vector *)(const void *)(from + x);

@@ -120,7 +120,7 @@ done:
 
 hc_code hc_depthwise_target_of(AtenTensorHandle tensor, const hc_shape *shape, hc_depthwise_target *target,
                                hc_status *status) {
-  hc_depthwise_source same;
+  hc_depthwise_source same = {0};
   HC_TRY(hc_depthwise_source_of(tensor, shape, &same, status));
   HC_TRY_TORCH(status, aoti_torch_get_data_ptr(tensor, &target->base));
   memcpy(target->strides, same.strides[1], sizeof target->strides);
@@ -132,7 +132,7 @@ done:
 
 hc_code hc_depthwise_weight_of(AtenTensorHandle tensor, const hc_shape *shape, hc_depthwise_weight *weight,
                                hc_status *status) {
-  hc_depthwise_source same;
+  hc_depthwise_source same = {0};
   HC_TRY(hc_depthwise_source_of(tensor, shape, &same, status));
   HC_TRY_TORCH(status, aoti_torch_get_data_ptr(tensor, &weight->base));
   weight->strides[0] = same.strides[1][0];

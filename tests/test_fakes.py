@@ -58,6 +58,7 @@ def passes(environment, arguments, least, **variables):
     assert status == 0 and failed == 0 and passed >= least, text[-6000:]
 
 
+@pytest.mark.timeout(900)
 def test_the_transport_and_what_goes_over_it(environment):
     """Fails when something that works over gloo does not over NCCL."""
     passes(environment, SHORT, 80, HALOCONV_FAKE_SEED="0", HALOCONV_LONG="0")

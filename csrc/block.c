@@ -4,6 +4,8 @@
 #include <math.h>
 #include <string.h>
 
+#include "bfloat16.h"
+
 /* ---- normalising ---- */
 
 static int64_t magnitude(int64_t stride) { return stride < 0 ? -stride : stride; }
@@ -128,24 +130,8 @@ static double plus_float64(double a, double b) { return a + b; }
 
 static float plus_float32(float a, float b) { return a + b; }
 
-static float from_bfloat16(uint16_t bits) {
-  const uint32_t wide = (uint32_t)bits << 16;
-  float value;
-  memcpy(&value, &wide, sizeof value);
-  return value;
-}
-
-static uint16_t to_bfloat16(float value) {
-  uint32_t bits;
-  memcpy(&bits, &value, sizeof bits);
-  if (isnan(value)) {
-    return 0x7fc0;
-  }
-  return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16); /* to nearest, ties to even */
-}
-
 static uint16_t plus_bfloat16(uint16_t a, uint16_t b) {
-  return to_bfloat16(from_bfloat16(a) + from_bfloat16(b));
+  return hc_to_bfloat16(hc_from_bfloat16(a) + hc_from_bfloat16(b));
 }
 
 static float from_float16(uint16_t bits) {

@@ -3,26 +3,15 @@
 
 #include <string.h>
 
+#include "bfloat16.h"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
-/* bfloat16 is the upper half of a float32. Rounded to nearest, ties to even; a NaN stays one. */
-static inline __attribute__((always_inline)) float from_bfloat16(uint16_t stored) {
-  const uint32_t bits = (uint32_t)stored << 16;
-  float value;
-  memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
-static inline __attribute__((always_inline)) uint16_t to_bfloat16(float value) {
-  uint32_t bits;
-  memcpy(&bits, &value, sizeof bits);
-  const uint32_t rounded = (bits + 0x7FFFU + ((bits >> 16) & 1U)) >> 16;
-  return (uint16_t)((bits & 0x7FFFFFFFU) > 0x7F800000U ? 0x7FC0U : rounded);
-}
-
 #define HC_AS_IT_IS(value) (value)
+
+#define HC_AT(pointer) (*(const HC_NAME(vector) *)(pointer))
 
 /* A vector that is loaded once and stays in a register: GCC would rather make it an operand of each multiplication, and
  * load it as often. */
@@ -38,186 +27,42 @@ static inline __attribute__((always_inline)) uint16_t to_bfloat16(float value) {
 
 /* ---- any processor: vectors of 16 bytes ---- */
 
+#define HC_SET(x) x##_base
 #define HC_TARGET
-#define HC_COLUMNS      8
-#define HC_ROWS         2
-#define HC_TAPS         4
-#define HC_FMA(a, b, c) ((a) * (b) + (c))
-
-#define HC_PACKED  float
-#define HC_LANES   4
-#define HC_NAME(x) x##_float_base
-#include "depthwise_simd_loops.h"
-#include "depthwise_simd_rows.h"
-#define HC_STORED  float
-#define HC_KIND(x) x##_float32_base
-#define HC_LOAD    HC_AS_IT_IS
-#define HC_STORE   HC_AS_IT_IS
-#include "depthwise_simd_stored.h"
-#undef HC_STORED
-#undef HC_KIND
-#undef HC_LOAD
-#undef HC_STORE
-#define HC_STORED  uint16_t
-#define HC_KIND(x) x##_bfloat16_base
-#define HC_LOAD    from_bfloat16
-#define HC_STORE   to_bfloat16
-#include "depthwise_simd_stored.h"
-#undef HC_STORED
-#undef HC_KIND
-#undef HC_LOAD
-#undef HC_STORE
-#undef HC_PACKED
-#undef HC_LANES
-#undef HC_NAME
-
-#define HC_PACKED  double
-#define HC_LANES   2
-#define HC_NAME(x) x##_double_base
-#include "depthwise_simd_loops.h"
-#include "depthwise_simd_rows.h"
-#define HC_STORED  double
-#define HC_KIND(x) x##_float64_base
-#define HC_LOAD    HC_AS_IT_IS
-#define HC_STORE   HC_AS_IT_IS
-#include "depthwise_simd_stored.h"
-#undef HC_STORED
-#undef HC_KIND
-#undef HC_LOAD
-#undef HC_STORE
-#undef HC_PACKED
-#undef HC_LANES
-#undef HC_NAME
-
-#undef HC_TARGET
-#undef HC_COLUMNS
-#undef HC_ROWS
-#undef HC_TAPS
-#undef HC_FMA
+#define HC_BYTES               16
+#define HC_COLUMNS             8
+#define HC_ROWS                2
+#define HC_TAPS                4
+#define HC_FMA_FLOAT(a, b, c)  ((a) * (b) + (c))
+#define HC_FMA_DOUBLE(a, b, c) ((a) * (b) + (c))
+#include "depthwise_simd_set.h"
 
 #if defined(__x86_64__)
 
 /* ---- AVX2: 32 bytes ---- */
 
-#define HC_TARGET  __attribute__((target("avx2,fma")))
-#define HC_COLUMNS 8
-#define HC_ROWS    2
-#define HC_TAPS    4
-
-#define HC_PACKED       float
-#define HC_LANES        8
-#define HC_FMA(a, b, c) (vector_float_avx2) _mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c))
-#define HC_NAME(x)      x##_float_avx2
-#include "depthwise_simd_loops.h"
-#include "depthwise_simd_rows.h"
-#define HC_STORED  float
-#define HC_KIND(x) x##_float32_avx2
-#define HC_LOAD    HC_AS_IT_IS
-#define HC_STORE   HC_AS_IT_IS
-#include "depthwise_simd_stored.h"
-#undef HC_STORED
-#undef HC_KIND
-#undef HC_LOAD
-#undef HC_STORE
-#define HC_STORED  uint16_t
-#define HC_KIND(x) x##_bfloat16_avx2
-#define HC_LOAD    from_bfloat16
-#define HC_STORE   to_bfloat16
-#include "depthwise_simd_stored.h"
-#undef HC_STORED
-#undef HC_KIND
-#undef HC_LOAD
-#undef HC_STORE
-#undef HC_PACKED
-#undef HC_LANES
-#undef HC_FMA
-#undef HC_NAME
-
-#define HC_PACKED       double
-#define HC_LANES        4
-#define HC_FMA(a, b, c) (vector_double_avx2) _mm256_fmadd_pd((__m256d)(a), (__m256d)(b), (__m256d)(c))
-#define HC_NAME(x)      x##_double_avx2
-#include "depthwise_simd_loops.h"
-#include "depthwise_simd_rows.h"
-#define HC_STORED  double
-#define HC_KIND(x) x##_float64_avx2
-#define HC_LOAD    HC_AS_IT_IS
-#define HC_STORE   HC_AS_IT_IS
-#include "depthwise_simd_stored.h"
-#undef HC_STORED
-#undef HC_KIND
-#undef HC_LOAD
-#undef HC_STORE
-#undef HC_PACKED
-#undef HC_LANES
-#undef HC_FMA
-#undef HC_NAME
-
-#undef HC_TARGET
-#undef HC_COLUMNS
-#undef HC_ROWS
-#undef HC_TAPS
+#define HC_SET(x)              x##_avx2
+#define HC_TARGET              __attribute__((target("avx2,fma")))
+#define HC_BYTES               32
+#define HC_COLUMNS             8
+#define HC_ROWS                2
+#define HC_TAPS                4
+#define HC_FMA_FLOAT(a, b, c)  (vector_float_avx2) _mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c))
+#define HC_FMA_DOUBLE(a, b, c) (vector_double_avx2) _mm256_fmadd_pd((__m256d)(a), (__m256d)(b), (__m256d)(c))
+#include "depthwise_simd_set.h"
 
 /* ---- AVX-512: 64 bytes, and twice the registers ---- */
 
-#define HC_TARGET  __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma")))
-#define HC_COLUMNS 16
-#define HC_ROWS    4
-#define HC_TAPS    7
-
-#define HC_PACKED       float
-#define HC_LANES        16
-#define HC_FMA(a, b, c) (vector_float_avx512) _mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c))
-#define HC_NAME(x)      x##_float_avx512
-#include "depthwise_simd_loops.h"
-#include "depthwise_simd_rows.h"
-#define HC_STORED  float
-#define HC_KIND(x) x##_float32_avx512
-#define HC_LOAD    HC_AS_IT_IS
-#define HC_STORE   HC_AS_IT_IS
-#include "depthwise_simd_stored.h"
-#undef HC_STORED
-#undef HC_KIND
-#undef HC_LOAD
-#undef HC_STORE
-#define HC_STORED  uint16_t
-#define HC_KIND(x) x##_bfloat16_avx512
-#define HC_LOAD    from_bfloat16
-#define HC_STORE   to_bfloat16
-#include "depthwise_simd_stored.h"
-#undef HC_STORED
-#undef HC_KIND
-#undef HC_LOAD
-#undef HC_STORE
-#undef HC_PACKED
-#undef HC_LANES
-#undef HC_FMA
-#undef HC_NAME
-
-#define HC_PACKED       double
-#define HC_LANES        8
-#define HC_FMA(a, b, c) (vector_double_avx512) _mm512_fmadd_pd((__m512d)(a), (__m512d)(b), (__m512d)(c))
-#define HC_NAME(x)      x##_double_avx512
-#include "depthwise_simd_loops.h"
-#include "depthwise_simd_rows.h"
-#define HC_STORED  double
-#define HC_KIND(x) x##_float64_avx512
-#define HC_LOAD    HC_AS_IT_IS
-#define HC_STORE   HC_AS_IT_IS
-#include "depthwise_simd_stored.h"
-#undef HC_STORED
-#undef HC_KIND
-#undef HC_LOAD
-#undef HC_STORE
-#undef HC_PACKED
-#undef HC_LANES
-#undef HC_FMA
-#undef HC_NAME
-
-#undef HC_TARGET
-#undef HC_COLUMNS
-#undef HC_ROWS
-#undef HC_TAPS
+#define HC_SET(x)             x##_avx512
+#define HC_TARGET             __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma")))
+#define HC_BYTES              64
+#define HC_COLUMNS            16
+#define HC_ROWS               4
+#define HC_TAPS               7
+#define HC_FMA_FLOAT(a, b, c) (vector_float_avx512) _mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c))
+#define HC_FMA_DOUBLE(a, b, c) \
+  (vector_double_avx512) _mm512_fmadd_pd((__m512d)(a), (__m512d)(b), (__m512d)(c))
+#include "depthwise_simd_set.h"
 
 #endif /* __x86_64__ */
 

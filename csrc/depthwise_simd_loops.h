@@ -1,19 +1,15 @@
 /* depthwise_simd_loops: the loops of depthwise_simd.h for one instruction set and one summed-in type. Included many
- * times by depthwise_simd.c, which defines, and undefines:
+ * times by depthwise_simd_set.h, which defines, and undefines, besides what it is given itself:
  *
- *   HC_NAME(x)   x with a suffix of this set's own
- *   HC_TARGET    the function attribute that names the instruction set
+ *   HC_NAME(x)   x with a suffix of this set's and type's own
  *   HC_PACKED    float or double
  *   HC_LANES     numbers in a vector
- *   HC_COLUMNS   how many vectors of sums are held in registers, 8 or 16
  *   HC_FMA(a, b, c)  a * b + c of vectors
  */
 
 /* As aligned as its elements are: columns start anywhere. */
 typedef HC_PACKED HC_NAME(vector)
     __attribute__((vector_size(sizeof(HC_PACKED) * HC_LANES), aligned(sizeof(HC_PACKED)), may_alias));
-
-#define HC_AT(pointer) (*(const HC_NAME(vector) *)(pointer))
 
 /* `width` columns, whose sums stay in registers: it and, where it can be, `step` are constants at every call. */
 HC_TARGET static inline __attribute__((always_inline)) void HC_NAME(columns)(
@@ -142,5 +138,3 @@ HC_TARGET static void HC_NAME(flush)(void *sums_, double *totals, int64_t count)
     sums[i] = 0;
   }
 }
-
-#undef HC_AT

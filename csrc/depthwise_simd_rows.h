@@ -1,13 +1,8 @@
 /* depthwise_simd_rows: the loops over several rows at once, beside depthwise_simd_loops.h: where a row of taps reads the
  * rows that its neighbours do. Then a vector of the source, once loaded, serves several rows of outputs. That matters
- * because a load that begins anywhere is, with the widest vectors, two loads of the first-level cache. Included by
- * depthwise_simd.c, which defines, besides what that file needs:
- *
- *   HC_ROWS      rows of outputs held in registers, 2 or 4, four vectors of each
- *   HC_TAPS      adjacent taps of a row whose sums are held in registers, for three rows of taps
+ * because a load that begins anywhere is, with the widest vectors, two loads of the first-level cache. Included
+ * beside it, with the same macros.
  */
-
-#define HC_AT(pointer) (*(const HC_NAME(vector) *)(pointer))
 
 /* One row of the source, which the outputs [lo, hi) of a block read. weights: those that output 0 multiplies it by; last:
  * where the last vector is, over the one before it where a row of outputs is not whole vectors. */
@@ -228,5 +223,3 @@ HC_TARGET static void HC_NAME(flush_lanes)(void *sums_, double *totals, int64_t 
     totals[t] += lanes[0];
   }
 }
-
-#undef HC_AT

@@ -1,5 +1,5 @@
 /* depthwise_simd_stored: what depends on the stored type too, beside depthwise_simd_loops.h. Included by
- * depthwise_simd.c, which defines, besides what that file needs:
+ * depthwise_simd_set.h, which defines, and finds undefined afterwards, besides what that file needs:
  *
  *   HC_STORED       the type in memory
  *   HC_KIND(x)      x with a suffix for this stored type and instruction set
@@ -135,3 +135,8 @@ static const hc_simd HC_KIND(simd) = {
     .unpack_pixels = HC_KIND(unpack_pixels),
     .store = HC_KIND(store),
 };
+
+#undef HC_STORED
+#undef HC_KIND
+#undef HC_LOAD
+#undef HC_STORE

@@ -340,10 +340,10 @@ static hc_code keep_own(const hc_exchange *exchange, AtenTensorHandle grad, cons
   const int64_t dim = exchange->axis.dim;
   const hc_part extent = hc_part_of(grad, &exchange->shape);
   HC_TRY(hc_tensor_zeros(shard, &sum, status));
+  const hc_part whole = hc_part_of(sum, shard);
   for (int64_t i = 0; i < route->nkeeps; ++i) {
     const hc_piece *keep = &route->keeps[i];
     const int64_t length = keep->end - keep->begin;
-    const hc_part whole = hc_part_of(sum, shard);
     const hc_part to = hc_part_narrow(&whole, dim, keep->begin - route->owned.begin, length);
     const hc_part from = hc_part_narrow(&extent, dim, keep->offset, length);
     HC_TRY(hc_move(true, &to, &from, status)); /* periodic: several images of one column */

@@ -184,12 +184,6 @@ def wrap_strided(local, mesh, placements, shape, stride):
     return wrap_spec(local, spec_of(mesh, placements, shape, stride, local.dtype))
 
 
-def wrap_like(local, dtensor, placements=None):
-    """A DTensor with the global shape and strides of `dtensor` around `local`, below autograd."""
-    placements = dtensor.placements if placements is None else placements
-    return wrap_strided(local, dtensor.device_mesh, placements, dtensor.shape, dtensor.stride())
-
-
 def is_exactly_shard(placement):
     """Shard, but none of its private kin (_StridedShard), which order the shards differently."""
     return type(placement) is Shard

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from haloconv import _C
-from harness import Benchmark, Column, interleaved
+from harness import Benchmark, Column, interleaved, ratio_plot
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -342,22 +342,12 @@ def sweep(bench, mesh, rounds, widths):
                 advance(f"{case.name}, width {width}")
 
 
-def draw(rows):
-    def plot(figure):
-        axes = figure.subplots()
-        names = [f"{row['name']}\n{row['layout']} {row['dtype']}" for row in rows]
-        for name, values in {
-            "halo": [row["halo_over_local"] for row in rows],
-            "beside": [row["beside_ms"] / row["local_ms"] for row in rows],
-            "extended": [row["extended_ms"] / row["local_ms"] for row in rows],
-        }.items():
-            axes.plot(names, values, "o", label=name)
-        axes.axhline(1, color="grey", linewidth=1)
-        axes.tick_params(axis="x", rotation=90, labelsize=6)
-        axes.set_ylabel("time over the bare local convolution's")
-        axes.legend()
-
-    return plot
+# What the plot shows, over the bare local convolution's time.
+SERIES = {
+    "halo": lambda row: row["halo_over_local"],
+    "beside": lambda row: row["beside_ms"] / row["local_ms"],
+    "extended": lambda row: row["extended_ms"] / row["local_ms"],
+}
 
 
 def main():
@@ -388,7 +378,7 @@ def main():
                 for dtype in dtypes:
                     measure(bench, case, layout, getattr(torch, dtype), mesh, rounds, legacy)
                     advance(f"{case.name} {layout} {dtype}")
-    bench.finish(SHOWN, plot=draw(bench.rows))
+    bench.finish(SHOWN, plot=ratio_plot(bench.rows, SERIES, "time over the bare local convolution's"))
     for name, value in summary(bench.rows).items():
         bench.console.print(f"{name}: {value:.3f}")
     dist.destroy_process_group()

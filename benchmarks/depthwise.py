@@ -19,7 +19,7 @@ import time
 import haloconv
 import torch
 from haloconv import _C
-from harness import Benchmark, Column
+from harness import Benchmark, Column, ratio_plot
 
 assert haloconv
 
@@ -38,6 +38,7 @@ COLUMNS = {
     "aten_error": Column("ATen's", ".1e"),
 }
 
+SERIES = {"forward": lambda row: row["ratio_forward"], "backward": lambda row: row["ratio_backward"]}
 FORMATS = {"NCHW": torch.contiguous_format, "NHWC": torch.channels_last}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 # name, sizes, kernel, stride, dilation
@@ -159,20 +160,6 @@ def measure(bench, case, dtype, form, args):
     )
 
 
-def draw(rows):
-    def plot(figure):
-        axes = figure.subplots()
-        names = [f"{row['name']}\n{row['layout']} {row['dtype']}" for row in rows]
-        for which in ("forward", "backward"):
-            axes.plot(names, [row[f"ratio_{which}"] for row in rows], "o", label=which)
-        axes.axhline(1, color="grey", linewidth=1)
-        axes.tick_params(axis="x", rotation=90, labelsize=5)
-        axes.set_ylabel("ATen's time over ours")
-        axes.legend()
-
-    return plot
-
-
 def main():
     bench = Benchmark("depthwise", __doc__, COLUMNS)
     bench.parser.add_argument("--threads", type=int, default=1)
@@ -201,7 +188,7 @@ def main():
     times = [name for which in PASSES for name in (f"{which}_aten_ms", f"{which}_ms")]
     bench.finish(
         ["name", "dtype", "layout", *times, "ratio_forward", "ratio_backward", "auto", "error", "aten_error"],
-        plot=draw(bench.rows),
+        plot=ratio_plot(bench.rows, SERIES, "ATen's time over ours"),
     )
 
 

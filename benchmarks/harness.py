@@ -164,6 +164,28 @@ def percentiles(milliseconds):
     }
 
 
+def ratio_plot(rows, series, label):
+    """For `Benchmark.finish`: each row a place along the axis, with the points of every series, and a line at 1.
+
+    Args:
+        rows: with ``name``, ``layout`` and ``dtype``.
+        series: name -> function of a row, its ratio.
+        label: of the ratios.
+    """
+
+    def plot(figure):
+        axes = figure.subplots()
+        names = [f"{row['name']}\n{row['layout']} {row['dtype']}" for row in rows]
+        for name, ratio in series.items():
+            axes.plot(names, [ratio(row) for row in rows], "o", label=name)
+        axes.axhline(1, color="grey", linewidth=1)
+        axes.tick_params(axis="x", rotation=90, labelsize=6)
+        axes.set_ylabel(label)
+        axes.legend()
+
+    return plot
+
+
 class Benchmark:
     """One run of one benchmark."""
 

@@ -7,7 +7,6 @@ of tests/test_transport_nccl.py. A mutant survives, and this script fails, when 
 mutant's text isn't in the source any more: then the mutant has to follow the source.
 """
 
-import argparse
 import subprocess
 import sys
 import tempfile
@@ -209,23 +208,7 @@ def try_mutant(mutant, verbose):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="only these")
-    parser.add_argument("--list", action="store_true", help="print the mutants and end")
-    parser.add_argument("--verbose", action="store_true", help="print pytest's output of all")
-    options = parser.parse_args()
-    chosen = [mutant for mutant in MUTANTS if not options.only or mutant.name in options.only]
-    unknown = set(options.only or ()) - {mutant.name for mutant in MUTANTS}
-    if unknown:
-        raise SystemExit(f"no such mutants: {', '.join(sorted(unknown))}; --list names them")
-    if options.list:
-        for mutant in chosen:
-            print(f"{mutant.name}: {mutant.what} ({mutant.file})")
-        return 0
-    survivors = [mutant.name for mutant in chosen if not try_mutant(mutant, options.verbose)]
-    if survivors:
-        print(f"survived: {', '.join(survivors)}: the tests don't notice")
-    return 1 if survivors else 0
+    return mutation.run(MUTANTS, mutation.command_line(__doc__).parse_args(), try_mutant)
 
 
 if __name__ == "__main__":

@@ -363,6 +363,19 @@ def raises_on_every_rank(
 _meshes = {}
 
 
+@contextlib.contextmanager
+def switched(name, value):
+    """A block in which a switch of haloconv._C's, a function that returns what was set before, is at `value`."""
+    from haloconv import _C
+
+    switch = getattr(_C, name)
+    before = switch(value)
+    try:
+        yield
+    finally:
+        switch(before)
+
+
 def mesh_of(ranks, names=None):
     """The device mesh of this nested list of global ranks (or, for a tuple, of this shape); made once per
     process.

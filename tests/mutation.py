@@ -323,29 +323,42 @@ def try_mutant(mutant, keep):
     return caught
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--short", "--quick", action="store_true", help="only the three most important mutants"
-    )
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="only these")
-    parser.add_argument("--list", action="store_true", help="print the mutants and end")
-    parser.add_argument("--verbose", action="store_true", help="print pytest's output of survivors")
-    options = parser.parse_args()
-    chosen = [
-        m for m in MUTANTS if (not options.short or m.short) and (not options.only or m.name in options.only)
-    ]
+def run(mutants, options, attempt):
+    """What is the same for all sets of mutants: the choice, --list, and the verdict. Returns the exit status.
+
+    attempt: (mutant, verbose) -> whether tests noticed it.
+    """
+    chosen = [mutant for mutant in mutants if not options.only or mutant.name in options.only]
+    unknown = set(options.only or ()) - {mutant.name for mutant in chosen}
+    if unknown:
+        raise SystemExit(f"no such mutants: {', '.join(sorted(unknown))}; --list names them")
     if options.list:
         for mutant in chosen:
             print(f"{mutant.name}: {mutant.what} ({mutant.file})")
         return 0
-    unknown = set(options.only or ()) - {m.name for m in MUTANTS}
-    if unknown or not chosen:
-        raise SystemExit(f"no such mutants: {', '.join(sorted(unknown))}; --list names them")
-    survivors = [mutant.name for mutant in chosen if not try_mutant(mutant, options.verbose)]
+    survivors = [mutant.name for mutant in chosen if not attempt(mutant, options.verbose)]
     if survivors:
         print(f"survived: {', '.join(survivors)}: the tests don't notice")
     return 1 if survivors else 0
+
+
+def command_line(description):
+    """The options that `run` reads; a script may add its own."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="only these")
+    parser.add_argument("--list", action="store_true", help="print the mutants and end")
+    parser.add_argument("--verbose", action="store_true", help="print pytest's output")
+    return parser
+
+
+def main():
+    parser = command_line(__doc__)
+    parser.add_argument(
+        "--short", "--quick", action="store_true", help="only the three most important mutants"
+    )
+    options = parser.parse_args()
+    mutants = [mutant for mutant in MUTANTS if mutant.short or not options.short]
+    return run(mutants, options, try_mutant)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ Which path a rank takes is switched by `_C.convolution_path` here; HALOCONV_CONV
 suite.
 """
 
-import contextlib
 import gc
 import random
 from dataclasses import replace
@@ -13,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from convcase import ROUTES, check, grid, group_extent, window, world_of
-from harness import assert_close, run_ranks
+from harness import assert_close, run_ranks, switched
 from test_ops_memory import faults, heap_bytes, sanitized
 
 pytestmark = pytest.mark.core
@@ -21,15 +20,8 @@ pytestmark = pytest.mark.core
 PATHS = ("fast", "general", "auto")
 
 
-@contextlib.contextmanager
 def path(name):
-    from haloconv import _C
-
-    before = _C.convolution_path(name)
-    try:
-        yield
-    finally:
-        _C.convolution_path(before)
+    return switched("convolution_path", name)
 
 
 def counted(call):

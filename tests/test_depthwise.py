@@ -5,7 +5,6 @@ the ops do not reach yet (inputs in pieces, boxes of outputs, the loops of older
 library that is compiled here from the same sources.
 """
 
-import contextlib
 import ctypes
 import math
 import os
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness import switched
 from test_ops_memory import sanitized
 
 pytestmark = pytest.mark.core
@@ -27,15 +27,8 @@ TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 5e-3}
 PASSES = ("forward", "input_gradient", "weight_gradient")
 
 
-@contextlib.contextmanager
 def mode(name):
-    from haloconv import _C
-
-    before = _C.depthwise(name)
-    try:
-        yield
-    finally:
-        _C.depthwise(before)
+    return switched("depthwise", name)
 
 
 def window_args(stride, padding, dilation, groups, transposed=False):

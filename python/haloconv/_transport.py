@@ -249,14 +249,16 @@ def failed_key(channel, epoch):
     return f"haloconv/{channel.group.group_name}/{first}/{epoch}/failed"
 
 
-def _leave_word(key, posted, sentence):
-    """The word of the rank that had posted least stays."""
-    store, before = _get_default_store(), ""
+def _leave_word(channel, epoch, posted, sentence):
+    """The word of the rank that had posted least stays; that of epochs long over goes."""
+    store, key, before = _get_default_store(), failed_key(channel, epoch), ""
     while before == "" or int(before.partition(" ")[0]) > posted:
         found = store.compare_set(key, before, f"{posted} {sentence}").decode()
         if found == f"{posted} {sentence}":
             break
         before = found
+    if epoch >= _MAX_REPORTS:
+        store.delete_key(failed_key(channel, epoch - _MAX_REPORTS))
 
 
 def _reported(channel, peer):
@@ -277,7 +279,7 @@ def report(group_name, message):
             channel.next_exchange = channel.connects = 0
         rank = dist.get_rank(group)
         _get_default_store().set(_store_key(channel, rank), message)
-        _leave_word(failed_key(channel, epoch), posted, f"rank {rank} reported: {message}")
+        _leave_word(channel, epoch, posted, f"rank {rank} reported: {message}")
         for peer in range(dist.get_world_size(group)):
             if peer != rank and dist.get_backend(group) == "gloo":
                 buffer = torch.empty(HEADER_BYTES, dtype=torch.uint8)

@@ -27,7 +27,10 @@ class _Convolution(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         differentiate = _ConvolutionBackward.apply if torch.is_grad_enabled() else _convolution.backward
         grads = differentiate(grad_output, x, _cast(weight, ctx.dtype), ctx.window, *ctx.needs_input_grad[:3])
-        grads = [None if grad is None else grad.to(dtype) for grad, dtype in zip(grads, ctx.dtypes)]
+        grads = [
+            grad if grad is None or grad.dtype == dtype else grad.to(dtype)
+            for grad, dtype in zip(grads, ctx.dtypes)
+        ]
         return *grads, None, None
 
 

@@ -319,7 +319,7 @@ class _Call(typing.NamedTuple):
 # The ops' own autograd formulas are Python, and take as long as the op where nobody asks for a gradient.
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 
-_calls = {}
+_calls, _calls_by_spec = {}, {}
 _MOST_CALLS = 4096
 
 
@@ -363,24 +363,37 @@ def _key_of(tensor):
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
+def _short_key_of(tensor):
+    """The same in less time, where a DTensor has a spec that was seen before: most specs are kept ones."""
+    return id(tensor._spec) if type(tensor) is DTensor else _key_of(tensor)
+
+
+def _keep(cache, key, call, tensors):
+    if len(cache) >= _MOST_CALLS:
+        cache.clear()
+    # While they are held, no other spec or mesh has their ids.
+    cache[key] = call, [tensor._spec for tensor in tensors if isinstance(tensor, DTensor)]
+    return call
+
+
 def _call_of(x, weight, bias, window):
     """The `_Call` for these arguments, from the cache where such were there before."""
-    key = None
-    if type(local_of(x)) is torch.Tensor:  # else it is being traced: sizes may be symbols
-        key = (_key_of(x), _key_of(weight), _key_of(bias), window)
-        call, _ = _calls.get(key, (None, None))
-        if call is not None:
-            return call
+    tensors = (x, weight, bias)
+    is_traced = type(local_of(x)) is not torch.Tensor  # sizes may be symbols
+    if not is_traced:
+        short = (_short_key_of(x), _short_key_of(weight), _short_key_of(bias), window)
+        found = _calls_by_spec.get(short)
+        if found is not None:
+            return found[0]
+        key = (*map(_key_of, tensors), window)
+        found = _calls.get(key)
+        if found is not None:
+            return _keep(_calls_by_spec, short, found[0], tensors)
     mesh = x.device_mesh
     call = _checked_call(
         x, replicated(weight, mesh), None if bias is None else replicated(bias, mesh), window
     )
-    if key is not None:
-        if len(_calls) >= _MOST_CALLS:
-            _calls.clear()
-        held = [tensor.device_mesh for tensor in (x, weight, bias) if isinstance(tensor, DTensor)]
-        _calls[key] = call, held  # while they are, no other mesh has their ids
-    return call
+    return call if is_traced else _keep(_calls, key, call, tensors)
 
 
 def _local_parameter(tensor, call):

@@ -36,35 +36,47 @@ _REDUCE_OPS = {
 
 
 class _Bucket:
-    """Gradients of one mesh, placement, dtype and device, in one flat buffer."""
+    """Gradients of one mesh, placement, dtype and device, to be reduced in one flat buffer."""
 
     def __init__(self, grad, nbytes):
         """For `grad` and others of its kind, as many as `nbytes` have room for."""
         local = local_of(grad)
         self.mesh, self.placements = grad.device_mesh, tuple(grad.placements)
-        self.room = local.new_empty(max(local.numel(), nbytes // local.element_size()))
-        self.flat = self.room[:0]
-        self.entries = []  # (parameter, shape and stride of its gradient, of the local part)
-        self.work = None
+        self.room = max(local.numel(), nbytes // local.element_size())
+        self.flat = None
+        # (parameter, gradient); from `start` on (parameter, its gradient's shape and stride, those of the local part)
+        self.entries = []
         self.mesh_dims = [  # still to be reduced over; a group of one needs nothing
             index
             for index, placement in enumerate(self.placements)
             if isinstance(placement, Partial) and self.mesh.size(index) > 1
         ]
+        self.work = None
 
     def fits(self, grad):
-        return self.flat.numel() + local_of(grad).numel() <= self.room.numel()
+        return local_of(grad).numel() <= self.room
 
     def add(self, parameter, grad):
-        """Copies the gradient: backward may free it."""
-        local = local_of(grad).detach()
-        begin, end = self.flat.numel(), self.flat.numel() + local.numel()
-        self.room[begin:end].view(local.shape).copy_(local)
-        self.flat = self.room[:end]
-        self.entries.append((parameter, grad.shape, grad.stride(), local.shape, local.stride()))
+        self.room -= local_of(grad).numel()
+        self.entries.append((parameter, grad))
+
+    def _views(self, tensors):
+        """Of the buffer, one for each of these tensors."""
+        pieces = self.flat.split([tensor.numel() for tensor in tensors])
+        return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors)]
 
     def start(self):
-        """Starts the all-reduce over the next mesh dim."""
+        """Fills the buffer, lets the gradients go, and starts the all-reduce over the first mesh dim."""
+        locals_ = [local_of(grad).detach() for _, grad in self.entries]
+        self.flat = locals_[0].new_empty(sum(local.numel() for local in locals_))
+        torch._foreach_copy_(self._views(locals_), locals_)
+        self.entries = [
+            (parameter, grad.shape, grad.stride(), local.shape, local.stride())
+            for (parameter, grad), local in zip(self.entries, locals_)
+        ]
+        self._reduce()
+
+    def _reduce(self):
         if self.mesh_dims:
             mesh_dim = self.mesh_dims[0]
             op = _REDUCE_OPS[self.placements[mesh_dim].reduce_op]
@@ -74,7 +86,7 @@ class _Bucket:
             _transport.statistics.add("gradients", all_reduces=1, bytes=self.flat.nbytes, seconds=seconds)
 
     def finish(self):
-        """Yields (parameter, its reduced gradient)."""
+        """[(parameter, its reduced gradient)]."""
         while self.mesh_dims:
             begin = time.perf_counter()
             self.work.wait()
@@ -82,17 +94,16 @@ class _Bucket:
             mesh_dim = self.mesh_dims.pop(0)
             if self.placements[mesh_dim].reduce_op == "avg":
                 self.flat /= self.mesh.size(mesh_dim)
-            self.start()
-        begin = 0
+            self._reduce()
+        # Tensors of their own, not views: in the parameter's memory format, and a DTensor around a view cannot be
+        # deep-copied.
+        parts = [self.flat.new_empty_strided(*like) for _, _, _, *like in self.entries]
+        torch._foreach_copy_(parts, self._views(parts))
         replicated = [Replicate()] * self.mesh.ndim
-        for parameter, shape, stride, local_shape, local_stride in self.entries:
-            end = begin + local_shape.numel()
-            # A tensor of its own, not a view: in the parameter's memory format, and a DTensor around a view cannot be
-            # deep-copied.
-            part = self.flat.new_empty_strided(local_shape, local_stride)
-            part.copy_(self.flat[begin:end].view(local_shape))
-            begin = end
-            yield parameter, wrap_strided(part, self.mesh, replicated, shape, stride)
+        return [
+            (parameter, wrap_strided(part, self.mesh, replicated, shape, stride))
+            for (parameter, shape, stride, *_), part in zip(self.entries, parts)
+        ]
 
 
 class _Pass:
@@ -104,12 +115,15 @@ class _Pass:
         self.started = []
 
     def add(self, parameter, grad):
-        key = (grad.device_mesh, tuple(grad.placements), grad.dtype, grad.device)
-        if key in self.filling and not self.filling[key].fits(grad):
+        spec, local = grad._spec, local_of(grad)
+        key = (id(spec.mesh), spec.placements, local.dtype, local.device)  # the bucket holds the mesh
+        bucket = self.filling.get(key)
+        if bucket is not None and not bucket.fits(grad):
             self._start(key)
-        if key not in self.filling:
-            self.filling[key] = _Bucket(grad, self.nbytes)
-        self.filling[key].add(parameter, grad)
+            bucket = None
+        if bucket is None:
+            bucket = self.filling[key] = _Bucket(grad, self.nbytes)
+        bucket.add(parameter, grad)
 
     def _start(self, key):
         bucket = self.filling.pop(key)
@@ -196,9 +210,10 @@ class GradientReducer:
 
     def _after(self, parameter):
         grad, parameter.grad = parameter.grad, self._set_aside.pop(id(parameter), None)
-        if not isinstance(grad, DTensor) or all(isinstance(p, Replicate) for p in grad.placements):
+        placements = grad._spec.placements if isinstance(grad, DTensor) else ()
+        if all(isinstance(placement, Replicate) for placement in placements):
             _accumulate(parameter, grad)
-        elif grad.requires_grad or any(p.is_shard() for p in grad.placements):
+        elif grad.requires_grad or any(placement.is_shard() for placement in placements):
             _accumulate(parameter, grad.redistribute(placements=[Replicate()] * grad.device_mesh.ndim))
         else:
             self._pass().add(parameter, grad)

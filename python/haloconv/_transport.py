@@ -72,6 +72,7 @@ class _Channel:
 
     def __init__(self, group):
         self._group = weakref.ref(group)  # its own key in _channels
+        self.is_gloo = dist.get_backend(group) == "gloo"
         self.epoch = 0
         self.next_exchange = 0
         self.connects = 0  # in this epoch
@@ -139,18 +140,18 @@ def _header(buffer):
 
 def _chunks(buffer, cut, receives=False):
     """The pieces in which a buffer travels; for a receive each has room for a whole chunk (csrc/transport.h)."""
-    if not cut:
-        return [buffer]
     size = buffer.numel()
-    if receives:
+    if cut and receives:
         buffer = buffer.as_strided((buffer.untyped_storage().nbytes(),), (1,))
+    if not cut or size <= CHUNK_BYTES:
+        return [buffer]
     return [buffer[begin : begin + CHUNK_BYTES] for begin in range(0, size, CHUNK_BYTES)]
 
 
 def _start(channel, receives, sends, on_cpu):
     """The works of the transfers, receives first. gloo gives one for each, NCCL one for all."""
     group, tag = channel.group, channel.tag
-    if on_cpu and dist.get_backend(group) == "gloo":
+    if on_cpu and channel.is_gloo:
         # What isend and irecv come down to, without their checks: half of a small exchange's time.
         return [group.recv([chunk], peer, tag) for chunk, peer in receives] + [
             group.send([chunk], peer, tag) for chunk, peer in sends
@@ -169,9 +170,12 @@ def _post(send, to, recv, source, group_name, op):
         channel = _channel(group_name)
         exchange, channel.next_exchange = channel.next_exchange, channel.next_exchange + 1
         targets = None
-        if _staging.is_needed((*send, *recv), channel.group):
+        buffers = (*send, *recv)
+        if _staging.is_needed(buffers, channel.group):
             send, recv, targets = _staging.to_host(send), _staging.rooms(recv), recv
-        on_cpu = all(buffer.device.type == "cpu" for buffer in (*send, *recv))
+            on_cpu = True
+        else:
+            on_cpu = all(buffer.is_cpu for buffer in buffers)
         if on_cpu:
             for buffer in send:
                 _header(buffer)[:] = (exchange, buffer.numel())
@@ -281,7 +285,7 @@ def report(group_name, message):
         _get_default_store().set(_store_key(channel, rank), message)
         _leave_word(channel, epoch, posted, f"rank {rank} reported: {message}")
         for peer in range(dist.get_world_size(group)):
-            if peer != rank and dist.get_backend(group) == "gloo":
+            if peer != rank and channel.is_gloo:
                 buffer = torch.empty(HEADER_BYTES, dtype=torch.uint8)
                 _header(buffer)[:] = (_REPORT, HEADER_BYTES)
                 work = dist.isend(buffer, group=group, group_dst=peer, tag=tag)

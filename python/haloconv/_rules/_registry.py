@@ -20,7 +20,7 @@ import torch.distributed as dist
 from .. import _dtensor
 from .._layout import report_failure
 from .._version import __version__
-from . import _missing
+from . import _memo, _missing
 
 _forward, _backward = {}, {}  # op -> rule
 _originals = {}  # what torch had, for the ops whose handler was replaced at least once
@@ -28,12 +28,14 @@ _state = {"enabled": False, "graphs": None, "tag": None, "kept_whole": False}
 
 
 def _reporting(function):
-    """The rule, such that its failure reaches the ranks that would wait for this one."""
+    """The rule, such that its failure reaches the ranks that would wait for this one. Calls that need no more than their
+    op, applied to local tensors, skip it."""
 
     @functools.wraps(function)
     def run(op, args, kwargs):
         try:
-            return function(op, args, kwargs)
+            known = _memo.known(op, args, kwargs)
+            return function(op, args, kwargs) if known is None else known[0]
         except Exception as error:
             report_failure(error, args)
             raise

@@ -21,6 +21,7 @@ import torch
 
 from .._dtensor import DTensor, Partial, Replicate, Shard, local_of
 from .._layout import all_reduced, axes_of, exchanged, is_sharded, placed_like, settled, wrap_as
+from ._memo import applied
 from ._registry import backward_rule, bound, rule, torchs_own
 
 aten = torch.ops.aten
@@ -521,12 +522,14 @@ def _layer_norm(op, args, kwargs):
     rows = _Rows(settled(x), a["normalized_shape"])
     weight, bias = (rows.parameter(name, a[name]) for name in ("weight", "bias"))
     if rows.are_whole:
-        out, mean, rstd = op(rows.local, rows.shape, weight, bias, a["eps"])
+        local_args = (rows.local, args[1], weight, bias, a["eps"])
+        out, mean, rstd = op(*local_args)
     else:
         mean, variance = rows.mean_and_variance()
         rstd = torch.rsqrt(variance + a["eps"])
         out = rows.scaled((rows.local - mean).mul_(rstd), weight, bias)
-    return rows.wrap(out), rows.wrap_statistics(mean), rows.wrap_statistics(rstd)
+    wrapped = rows.wrap(out), rows.wrap_statistics(mean), rows.wrap_statistics(rstd)
+    return applied(op, args, kwargs, local_args, (out, mean, rstd), wrapped) if rows.are_whole else wrapped
 
 
 @backward_rule(aten.native_layer_norm_backward.default)
@@ -543,10 +546,12 @@ def _layer_norm_backward(op, args, kwargs):
     )
     weight, bias = (rows.parameter(name, a[name]) for name in ("weight", "bias"))
     if rows.are_whole:
-        grads = op(grad, rows.local, rows.shape, mean, rstd, weight, bias, mask)
+        local_args = (grad, rows.local, args[2], mean, rstd, weight, bias, mask)
+        grads = op(*local_args)
     else:
         grads = rows.gradients(grad, mean, rstd, weight, mask)
-    return _wrapped_grads(rows, grads, a["weight"])
+    wrapped = _wrapped_grads(rows, grads, a["weight"])
+    return applied(op, args, kwargs, local_args, grads, wrapped) if rows.are_whole else wrapped
 
 
 @rule(aten._fused_rms_norm.default)
@@ -558,12 +563,14 @@ def _rms_norm(op, args, kwargs):
     rows = _Rows(settled(x), a["normalized_shape"])
     weight = rows.parameter("weight", a["weight"])
     if rows.are_whole:
-        out, rstd = op(rows.local, rows.shape, weight, a["eps"])
+        local_args = (rows.local, args[1], weight, a["eps"])
+        out, rstd = op(*local_args)
     else:
         eps = torch.finfo(_counted_in(x.dtype)).eps if a["eps"] is None else a["eps"]
         rstd = torch.rsqrt(rows.mean_square() + eps)
         out = rows.scaled(rows.local * rstd, weight)
-    return rows.wrap(out), rows.wrap_statistics(rstd)
+    wrapped = rows.wrap(out), rows.wrap_statistics(rstd)
+    return applied(op, args, kwargs, local_args, (out, rstd), wrapped) if rows.are_whole else wrapped
 
 
 @backward_rule(aten._fused_rms_norm_backward.default)
@@ -576,7 +583,9 @@ def _rms_norm_backward(op, args, kwargs):
     grad, rstd = local_of(placed_like(a["grad_out"], rows.x)), rows.saved(a["rstd"])
     weight = rows.parameter("weight", a["weight"])
     if rows.are_whole:
-        grads = op(grad, rows.local, rows.shape, rstd, weight, mask)
+        local_args = (grad, rows.local, args[2], rstd, weight, mask)
+        grads = op(*local_args)
     else:
         grads = rows.gradients(grad, None, rstd, weight, [*mask, False])[:2]
-    return _wrapped_grads(rows, grads, a["weight"])
+    wrapped = _wrapped_grads(rows, grads, a["weight"])
+    return applied(op, args, kwargs, local_args, grads, wrapped) if rows.are_whole else wrapped

@@ -9,6 +9,7 @@ import torch
 from .._dtensor import DTensor, Replicate, Shard, local_of
 from .._layout import axes_of, is_sharded, placed_like, settled, wrap_as
 from . import _missing
+from ._memo import applied
 from ._registry import backward_rule, bound, rule, torchs_own
 
 aten = torch.ops.aten
@@ -68,9 +69,10 @@ def _elementwise(op, args, kwargs):
         value = settled(value) if isinstance(value, DTensor) else value
         return _placed(value, reference, placements, shape)
 
-    result = op(*map(local, args), **{name: local(value) for name, value in kwargs.items()})
+    local_args = [local(value) for value in args]
+    result = op(*local_args, **{name: local(value) for name, value in kwargs.items()})
     if in_place:
-        return args[0]
+        return applied(op, args, kwargs, local_args, result, args[0])
 
     def wrapped(tensor):
         if (
@@ -79,7 +81,8 @@ def _elementwise(op, args, kwargs):
             return wrap_as(tensor, reference.device_mesh, [Replicate()] * len(placements), tensor.shape)
         return wrap_as(tensor, reference.device_mesh, placements, shape)
 
-    return wrapped(result) if isinstance(result, torch.Tensor) else tuple(map(wrapped, result))
+    out = wrapped(result) if isinstance(result, torch.Tensor) else tuple(map(wrapped, result))
+    return applied(op, args, kwargs, local_args, result, out)
 
 
 _missing.set_elementwise(_elementwise)

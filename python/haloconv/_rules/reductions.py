@@ -86,12 +86,15 @@ class _Reduction:
             local = combine(_rows(local, axis))
         return local
 
-    def wrapped(self, local):
+    def wrapped(self, local, reduced_over=Replicate()):
+        """reduced_over: the placement on the mesh dims that the reduced dims are sharded by."""
         x, placements = self.x, []
         for placement in x.placements:
             dim = placement.dim % x.dim() if isinstance(placement, Shard) else None
-            if dim is None or dim in self.dims:
+            if dim is None:
                 placements.append(Replicate())
+            elif dim in self.dims:
+                placements.append(reduced_over)
             else:
                 placements.append(
                     Shard(dim if self.keepdim else dim - sum(reduced < dim for reduced in self.dims))
@@ -105,7 +108,7 @@ class _Reduction:
 
 
 def _reducing(function):
-    """A rule from function(a, r): a, the arguments by name; r, the _Reduction. Returns local results."""
+    """A rule from function(a, r): a, the arguments by name; r, the _Reduction. It returns local results, or a DTensor."""
 
     def run(op, args, kwargs):
         a = bound(op, args, kwargs)
@@ -115,6 +118,8 @@ def _reducing(function):
             return torchs_own(op, args, kwargs)
         r = _Reduction(x, a.get("dim"), a.get("keepdim", False))
         result = function(a, r)
+        if isinstance(result, DTensor):
+            return result
         return tuple(map(r.wrapped, result)) if isinstance(result, tuple) else r.wrapped(result)
 
     return run
@@ -134,10 +139,46 @@ def _sum_dtype(a, x):
     return a.get("dtype") or (torch.int64 if integral else x.dtype)
 
 
+# Nodes of an autograd graph that pass a Partial gradient on as it is.
+_LINEAR = {
+    "ExpandBackward0",
+    "PermuteBackward0",
+    "ReshapeAliasBackward0",
+    "SqueezeBackward0",
+    "SqueezeBackward1",
+    "SqueezeBackward2",
+    "TBackward0",
+    "ToCopyBackward0",
+    "TransposeBackward0",
+    "UnsafeViewBackward0",
+    "UnsqueezeBackward0",
+    "ViewBackward0",
+}
+
+
+def _is_parameters_gradient(r):
+    """Whether autograd sums a gradient over what a parameter was broadcast to, as for a scale per channel. It may stay
+    Partial, like that of a convolution's weight, to be reduced with all others; a sum that the program asks for not."""
+    node = torch._C._current_autograd_node()
+    if node is None or torch.is_grad_enabled():
+        return False
+    count = math.prod(size for dim, size in enumerate(r.x.shape) if dim not in r.dims)
+    for target, _ in node.next_functions:
+        while target is not None and target.name() in _LINEAR:
+            target = target.next_functions[0][0]
+        variable = getattr(target, "variable", None)  # of an AccumulateGrad
+        if isinstance(variable, DTensor) and variable.numel() == count and not is_sharded(variable):
+            return True
+    return False
+
+
 @rule(aten.sum.default, aten.sum.dim_IntList)
 @_reducing
 def _sum(a, r):
     dtype = _sum_dtype(a, r.x)
+    if r.axes and _is_parameters_gradient(r):
+        local = aten.sum.dim_IntList(r.local, r.dims, True, dtype=_accumulation_dtype(dtype))
+        return r.wrapped(local.to(dtype), Partial())
     return _summed(r, r.local, dtype).to(dtype)
 
 

@@ -4,9 +4,9 @@
 
 *Exchange*: the ranks swap columns of a tensor, packed from it and unpacked into another, against batch_isend_irecv of
 ready buffers of as many bytes (`raw`), and against the same with a copy before it and one behind it (`copied`), less
-than which no exchange of columns can do; the calls take turns. *Host time*: a layer on a mesh of one rank, on an image so
-small that nothing but the calls takes time, against torch's, by itself and through autograd.grad. One rank measures it,
-the other waits; a figure is of `CALLS` calls in a row, as they come in a network.
+than which no exchange of columns can do; the calls take turns. *Host time*: a layer on a mesh of one rank, on an image
+so small that nothing but the calls takes time, against torch's, by itself and through autograd.grad. One rank measures
+it, the other waits; a figure is of `CALLS` calls in a row, as they come in a network.
 """
 
 import os

@@ -1,5 +1,5 @@
-"""What is kept of a rule's calls (_rules/_memo.py) answers only the calls that it was kept of; and gradients of parameters
-that broadcast stay Partial until they are reduced together."""
+"""What is kept of a rule's calls (_rules/_memo.py) answers only the calls that it was kept of; and gradients of
+parameters that broadcast stay Partial until they are reduced together."""
 
 import pytest
 import torch

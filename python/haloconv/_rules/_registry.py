@@ -28,8 +28,8 @@ _state = {"enabled": False, "graphs": None, "tag": None, "kept_whole": False}
 
 
 def _reporting(function):
-    """The rule, such that its failure reaches the ranks that would wait for this one. Calls that need no more than their
-    op, applied to local tensors, skip it."""
+    """The rule, such that its failure reaches the ranks that would wait for this one. Calls that need no more than
+    their op, applied to local tensors, skip it."""
 
     @functools.wraps(function)
     def run(op, args, kwargs):

@@ -23,6 +23,7 @@ from ._registry import backward_rule, bound, rule, torchs_own
 
 aten = torch.ops.aten
 
+_WHOLE = Replicate()
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -86,7 +87,7 @@ class _Reduction:
             local = combine(_rows(local, axis))
         return local
 
-    def wrapped(self, local, reduced_over=Replicate()):
+    def wrapped(self, local, reduced_over=_WHOLE):
         """reduced_over: the placement on the mesh dims that the reduced dims are sharded by."""
         x, placements = self.x, []
         for placement in x.placements:
@@ -108,7 +109,7 @@ class _Reduction:
 
 
 def _reducing(function):
-    """A rule from function(a, r): a, the arguments by name; r, the _Reduction. It returns local results, or a DTensor."""
+    """A rule from function(a, r): a, the arguments by name; r, the _Reduction. It gives local results, or a DTensor."""
 
     def run(op, args, kwargs):
         a = bound(op, args, kwargs)

@@ -300,6 +300,41 @@ def test_hooks_keep_working():
     run_ranks(2, hooked, 2)
 
 
+def stepping_in_backward(world, swapped):
+    """The optimizer's step runs in a hook, while backward goes on; the second model sees what hooks see."""
+    haloconv, mesh, plain, sharded = both(world)
+    seen = []
+    for model in (plain, sharded):
+        for parameter in model.parameters():
+            optimizer = torch.optim.SGD([parameter], 0.1)
+
+            def hook(parameter, optimizer=optimizer):
+                seen.append(full(parameter.grad).clone())
+                optimizer.step()
+                optimizer.zero_grad()
+
+            parameter.register_post_accumulate_grad_hook(hook)
+    if swapped:  # what is behind a parameter changes, its hooks stay
+        for model in (plain, sharded):
+            model.float()
+            model.double()
+            for parameter in model.parameters():  # torch's own engine forgets hooks then
+                parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+    for number in range(3):
+        step(haloconv, plain, sharded, mesh, data(seed=number))
+    assert len(seen) == 3 * 2 * len(list(plain.parameters()))
+    for (name, p), q in zip(plain.named_parameters(), sharded.parameters(), strict=True):
+        assert_close(full(q.detach()), p.detach(), f"{name} after three steps in backward")
+        assert p.grad is None and q.grad is None, name
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("swapped", [False, True])
+def test_hooks_after_accumulation_see_the_whole_gradient(swapped):
+    """Fails when an optimizer that steps during backward finds no gradient, or this rank's part of it."""
+    run_ranks(2, stepping_in_backward, 2, swapped)
+
+
 def many_buckets(world):
     """More gradient bytes than one bucket (25 MiB) holds, in two dtypes."""
     import haloconv

@@ -10,6 +10,9 @@ old one aside; after it, another takes the new gradient away and puts the old on
 only there, ``param.grad`` is the new gradient alone, and a backward that raises half-way leaves the old one in place.
 Old and new are added when the new one has been reduced. ``torch.autograd.grad`` does not accumulate, and is left alone.
 
+A hook of the user's after accumulation (an optimizer that steps during backward) expects the whole gradient to be there:
+such a parameter's gradient is reduced at once, by itself, before that hook runs.
+
 FSDP2 reduces Partial gradients itself, on parameters of its own making, which these hooks never see.
 """
 
@@ -176,11 +179,14 @@ class GradientReducer:
                 continue
             self._nbytes += local_of(parameter).nbytes
             if not self._watches(parameter):
+                after = parameter.register_post_accumulate_grad_hook(self._after)
+                # Before the user's, which may be there already where Module.to has swapped the parameter.
+                parameter._post_accumulate_grad_hooks.move_to_end(after.id, last=False)
                 self._hooks[id(parameter)] = (
                     weakref.ref(local_of(parameter)),
                     # No weak reference: Module.to could not swap a parameter that has one.
                     parameter.register_hook(lambda grad, parameter=parameter: self._before(parameter)),
-                    parameter.register_post_accumulate_grad_hook(self._after),
+                    after,
                 )
 
     def detach(self):
@@ -213,7 +219,11 @@ class GradientReducer:
         placements = grad._spec.placements if isinstance(grad, DTensor) else ()
         if all(isinstance(placement, Replicate) for placement in placements):
             _accumulate(parameter, grad)
-        elif grad.requires_grad or any(placement.is_shard() for placement in placements):
+        elif (
+            grad.requires_grad
+            or any(placement.is_shard() for placement in placements)
+            or len(parameter._post_accumulate_grad_hooks) > 1  # another hook, which is to see all of it
+        ):
             _accumulate(parameter, grad.redistribute(placements=[Replicate()] * grad.device_mesh.ndim))
         else:
             self._pass().add(parameter, grad)

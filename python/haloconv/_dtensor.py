@@ -176,7 +176,7 @@ def spec_of(mesh, placements, shape, stride, dtype):
 
 def wrap_spec(local, spec):
     """A DTensor around `local`, below autograd, without communication or checks."""
-    # Without DTensor.__init__, which does nothing, by a detour through dynamo that takes three times as long as all this.
+    # Without DTensor.__init__, which does nothing, by a detour through dynamo that takes three times as long as this.
     return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 

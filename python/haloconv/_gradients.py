@@ -10,8 +10,8 @@ old one aside; after it, another takes the new gradient away and puts the old on
 only there, ``param.grad`` is the new gradient alone, and a backward that raises half-way leaves the old one in place.
 Old and new are added when the new one has been reduced. ``torch.autograd.grad`` does not accumulate, and is left alone.
 
-A hook of the user's after accumulation (an optimizer that steps during backward) expects the whole gradient to be there:
-such a parameter's gradient is reduced at once, by itself, before that hook runs.
+A hook of the user's after accumulation (an optimizer that steps during backward) expects the whole gradient to be
+there: such a parameter's gradient is reduced at once, by itself, before that hook runs.
 
 FSDP2 reduces Partial gradients itself, on parameters of its own making, which these hooks never see.
 """

@@ -137,7 +137,12 @@ def asked_for():
     x, scale = random((2, 4, 3, 7)), random((4,), 1).requires_grad_()
     (want,) = torch.autograd.grad((x * scale.view(1, -1, 1, 1)).square().sum(), scale)
     with haloconv.rules():
-        split = shard(scale.detach(), mesh, [Replicate()]).requires_grad_()
+        split = shard(scale.detach(), mesh, [Replicate()])
+        other = split.clone().requires_grad_()
+        (shard(x, mesh, [Shard(3)]) * other.view(1, -1, 1, 1)).square().sum().backward()
+        assert other.grad.placements == (Replicate(),)  # of no parameter
+        torch.testing.assert_close(full(other.grad), want)
+        split = torch.nn.Parameter(split)
         viewed = split.view(1, -1, 1, 1)
         viewed.retain_grad()
         loss = (shard(x, mesh, [Shard(3)]) * viewed).square().sum()

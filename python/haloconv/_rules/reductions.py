@@ -168,7 +168,8 @@ def _is_parameters_gradient(r):
         while target is not None and target.name() in _LINEAR:
             target = target.next_functions[0][0]
         variable = getattr(target, "variable", None)  # of an AccumulateGrad
-        if isinstance(variable, DTensor) and variable.numel() == count and not is_sharded(variable):
+        is_parameter = isinstance(variable, DTensor) and isinstance(variable, torch.nn.Parameter)
+        if is_parameter and variable.numel() == count and not is_sharded(variable):
             return True
     return False
 

@@ -125,11 +125,16 @@ def plan(torch, environment):
             raise
         return Plan(None, f"not built: {error}")
     archs = parse_archs(environment.get("TORCH_CUDA_ARCH_LIST") or ARCHS)
-    jobs = environment.get("MAX_JOBS") or str(os.cpu_count() or 1)
-    if not jobs.isdecimal() or int(jobs) < 1:
-        raise CudaError(f"MAX_JOBS is '{jobs}', expected a positive number")
     text = f"by {nvcc} {version[0]}.{version[1]} for {names(archs)}, torch's CUDA is {cuda or 'none'}"
-    return Plan(nvcc, text, version, flags, archs, int(jobs), insists=wish == "1")
+    return Plan(nvcc, text, version, flags, archs, jobs(environment), insists=wish == "1")
+
+
+def jobs(environment):
+    """How many files to compile at once."""
+    wanted = environment.get("MAX_JOBS") or str(os.cpu_count() or 1)
+    if not wanted.isdecimal() or int(wanted) < 1:
+        raise CudaError(f"MAX_JOBS is '{wanted}', expected a positive number")
+    return int(wanted)
 
 
 def names(archs):

@@ -13,7 +13,7 @@ CPU and CUDA builds of torch.
 
 Environment: HALOCONV_WERROR=1 makes warnings errors, HALOCONV_SANITIZE=1 builds with AddressSanitizer and
 UndefinedBehaviorSanitizer, HALOCONV_FAULTS=1 compiles the fault-injection hooks of the tests in. USE_CUDA=auto|0|1,
-CUDA_HOME, TORCH_CUDA_ARCH_LIST and MAX_JOBS: of the CUDA kernels.
+CUDA_HOME and TORCH_CUDA_ARCH_LIST: of the CUDA kernels. MAX_JOBS: how many files are compiled at once.
 """
 
 import importlib.metadata
@@ -25,6 +25,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
@@ -203,8 +204,29 @@ class BuildExt(build_ext):
         self.build_cuda()
         # A Python that was built shared adds its own folder as a run path.
         self.compiler.linker_so = [word for word in self.compiler.linker_so if "-rpath" not in word]
-        self.rebuild_if_changed()
+        self.compile_at_once()
+        stamp, flags = Path(self.build_temp) / "flags.json", self.flags()
+        # setuptools compares dates only; other flags or another torch must build anew as well.
+        if not stamp.exists() or stamp.read_text(encoding="utf-8") != flags:
+            self.force = True
         super().build_extensions()
+        stamp.parent.mkdir(parents=True, exist_ok=True)
+        stamp.write_text(flags, encoding="utf-8")  # last: a build that failed has made nothing
+
+    def compile_at_once(self):
+        """setuptools compiles one source after another; here MAX_JOBS of them at a time."""
+        compile_all = self.compiler.compile
+        try:
+            jobs = build_cuda.jobs(os.environ)
+        except build_cuda.CudaError as error:
+            stop(f"{error}: mend that, then run {INSTALL}.")
+
+        def compile_each(sources, **options):
+            with ThreadPoolExecutor(jobs) as pool:
+                objects = pool.map(lambda source: compile_all([source], **options), sources)
+                return [name for names in objects for name in names]
+
+        self.compiler.compile = compile_each
 
     def build_cuda(self):
         """Makes the kernels, or removes an old library that this build would not make."""
@@ -241,16 +263,11 @@ class BuildExt(build_ext):
     def get_libraries(self, ext):
         return ext.libraries  # a Python that was built shared adds libpython3.x, the library of one version
 
-    def rebuild_if_changed(self):
-        """setuptools compares dates only; other flags or another torch must build anew as well."""
+    def flags(self):
+        """What an object depends on besides the sources."""
         (extension,) = self.extensions
         compiler = self.compiler.compiler_so
-        flags = json.dumps([compiler, extension.extra_compile_args, macros(), extension.library_dirs])
-        stamp = Path(self.build_temp) / "flags.json"
-        if not stamp.exists() or stamp.read_text(encoding="utf-8") != flags:
-            self.force = True
-            stamp.parent.mkdir(parents=True, exist_ok=True)
-            stamp.write_text(flags, encoding="utf-8")
+        return json.dumps([compiler, extension.extra_compile_args, macros(), extension.library_dirs])
 
 
 class DistInfo(dist_info):

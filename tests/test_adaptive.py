@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import assert_close, full, mesh_of, raises_on_every_rank, run_ranks, shard
-from rulecase import layouts, random
+from rulecase import as_format, combinations, random
 from torch.distributed.tensor import Replicate, Shard
 
 pytestmark = pytest.mark.core
@@ -36,16 +36,13 @@ def grid(world):
     count = 0
     with haloconv.rules():
         haloconv.reset_comm_stats()
-        for shape, sizes in CASES:
+        for turn, (shape, sizes) in enumerate(CASES):
             for name, pool in pools(sizes):
-                for last in (False, True) if len(shape) > 3 and len(sizes) + 2 == len(shape) else (False,):
-                    for mesh, placements in layouts(world, len(shape)):
-                        x = random(shape)
-                        if last:
-                            form = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
-                            x = x.to(memory_format=form)
-                        compare(mesh, placements, x, pool, f"{name} {shape} {sizes} {placements}")
-                        count += 1
+                formats = (False, True) if len(sizes) + 2 == len(shape) else (False,)
+                for _, last, mesh, placements in combinations(world, [shape], formats, turn):
+                    x = as_format(random(shape), last)
+                    compare(mesh, placements, x, pool, f"{name} {shape} {sizes} {placements}")
+                    count += 1
         assert "gather" not in haloconv.comm_stats()["by_op"]
     return count
 

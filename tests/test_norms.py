@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import os
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from harness import (
     run_ranks,
     shard,
 )
-from rulecase import check, random
+from rulecase import as_format, check, random
 from torch.distributed.tensor import Replicate, Shard
 
 pytestmark = pytest.mark.core
@@ -38,12 +39,6 @@ def layouts(world, ndim):
     for shape, dims in LAYOUTS[world]:
         if all(dim is None or dim < ndim for dim in dims):
             yield mesh_of(shape), tuple(Replicate() if dim is None else Shard(dim) for dim in dims)
-
-
-def as_format(x, channels_last):
-    if not channels_last:
-        return x
-    return x.to(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
 
 
 def compare(mesh, placements, plain, x, steps=2, rtol=1e-9, atol=1e-9):
@@ -85,7 +80,10 @@ def compare_modules(world, cases):
     """cases: (name, module, shape). Returns how many were compared."""
     count = 0
     for number, (name, module, shape) in enumerate(cases):
-        for mesh, placements in layouts(world, len(shape)):
+        some = list(layouts(world, len(shape)))
+        if world == 4 and os.environ.get("HALOCONV_LONG") != "1":
+            some = some[number % 2 :: 2]  # the layouts take turns: a kind has more than two cases
+        for mesh, placements in some:
             for last in (False, True) if len(shape) == 5 or (len(shape) == 4 and number < 4) else (False,):
                 x = as_format(random(shape), last)
                 try:

@@ -34,6 +34,7 @@ import sys
 import tempfile
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 SOURCE = os.path.join(os.path.dirname(HERE), "python")
@@ -324,6 +325,23 @@ def run_ranks(world, fn, *args, timeout=60):
     )
     discard(world)
     raise RankFailure(text, {rank: value for rank, (kind, value) in replies.items() if kind != "ok"})
+
+
+def run_apart(fn, *calls, timeout=60):
+    """Runs fn(*args) for the arguments of each call, each in a process of its own that is a group of one, at the same
+    time; returns the results in their order."""
+    pools = [Pool(1) for _ in calls]
+    try:
+        with ThreadPoolExecutor(len(calls)) as threads:
+            done = list(threads.map(lambda p, args: p.run(fn, args, timeout * TIMEOUT_FACTOR), pools, calls))
+        for own, args, (replies, running) in zip(pools, calls, done):
+            if running or replies[0][0] != "ok":
+                errors = {rank: value for rank, (kind, value) in replies.items() if kind != "ok"}
+                raise RankFailure(own._describe(f"{_name(fn, args)} failed", replies, running), errors)
+        return [replies[0][1] for replies, _ in done]
+    finally:
+        for own in pools:
+            own.stop()
 
 
 def raises_on_every_rank(

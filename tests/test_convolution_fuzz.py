@@ -93,6 +93,7 @@ def listed():
     return [replace(case, route=ROUTES[i % 3], seed=i) for i, case in enumerate(cases)]
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("case", listed(), ids=str)
 def test_listed_grid(case):
     """A grid that systems like this one are known to get wrong."""
@@ -112,6 +113,7 @@ EIGHT = [
 ]
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("case", EIGHT, ids=str)
 @pytest.mark.parametrize("route", ROUTES)
 def test_on_eight_ranks(case, route):
@@ -146,6 +148,7 @@ SUBGROUPS = [
 ]
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("transposed", [False, True], ids=["conv", "transposed"])
 @pytest.mark.parametrize("ranks, alone", SUBGROUPS, ids=str)
@@ -254,6 +257,7 @@ def random_case(seed):
 RANDOM = [random_case(seed) for seed in range(RANDOM_CASES)]
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("case", RANDOM, ids=lambda case: f"{case.seed}-{case}")
 def test_random_window(case):
     """A random convolution on a random mesh by a random route."""

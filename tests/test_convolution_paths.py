@@ -143,6 +143,7 @@ def grid_cases():
     return cases
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("case", grid_cases(), ids=str)
 def test_paths_agree_and_the_fast_one_is_taken(case):
     """Fails when the fast path's values are wrong, when it is not taken where it is right, or when what is sent
@@ -185,6 +186,7 @@ def random_case(seed):
     )
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("case", [random_case(seed) for seed in range(80)], ids=str)
 def test_random_windows(case):
     """A random convolution on each path, and with the paths mixed."""
@@ -272,6 +274,7 @@ def formats_and_masks(dtype, form, stride, groups, periodic):
     return True
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("periodic", [0, 1], ids=["zeros", "circular"])
 @pytest.mark.parametrize("stride, groups", [(1, 1), (2, 1), (1, 4)])
 @pytest.mark.parametrize("form", ["contiguous", "channels_last", "neither"])

@@ -19,7 +19,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.own]
 
 CASES = int(os.environ.get("HALOCONV_FUZZ_CASES", "100"))
 KINDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}  # by element size

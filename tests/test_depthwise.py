@@ -18,7 +18,7 @@ import torch
 from harness import switched
 from test_ops_memory import sanitized
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.own]
 
 CONV = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}
 LAST = {2: torch.channels_last, 3: torch.channels_last_3d}

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from reference import Window
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.own]
 
 # Twice (forward and transposed), so more than 10,000 windows; `make fuzz` asks for more, the sanitizer's run
 # for fewer.

@@ -16,7 +16,7 @@ from haloconv import _C
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.own]
 
 aten = torch.ops.aten
 # Whether torch's kernels on this machine fuse a * b + c; see resize.h.

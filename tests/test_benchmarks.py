@@ -60,6 +60,7 @@ def test_conv(tmp_path):
         assert all(row[f"{name}_ms"] > 0 for name in ("halo", "local", "beside", "extended", "raw"))
 
 
+@pytest.mark.long
 def test_conv_sweep(tmp_path):
     """Fails when the widths down to the crossover cannot be swept."""
     rows = run("conv.py", tmp_path, "--sweep", ranks=2, plots=False)["rows"]
@@ -88,6 +89,7 @@ def test_training(tmp_path):
     assert rows[0]["error"] < 1e-3 and rows[0]["exchange_ms"] > 0
 
 
+@pytest.mark.long
 def test_speed_table(tmp_path):
     """Fails when what is timed has another loss or other gradients than the unsplit network, a baseline cannot run, or
     a speedup is not the published table's."""
@@ -108,6 +110,7 @@ def test_speed_table(tmp_path):
     assert 0 < pipeline["idle"] < 1 and 0.5 <= pipeline["balance"] <= 1
 
 
+@pytest.mark.long
 def test_scaling_model(tmp_path):
     """Fails when a step cannot be predicted, memory is not that of the measured rows, or the shares do not add up."""
     pytest.importorskip("timm")

@@ -114,7 +114,8 @@ def counter(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "name, channels_last", [("convnext_atto", True), ("resnet10t", False), ("unet", False)]
+    "name, channels_last",
+    [("convnext_atto", True), pytest.param("resnet10t", False, marks=pytest.mark.long), ("unet", False)],
 )
 def test_half_the_memory_on_two_ranks(counter, name, channels_last):
     """Fails when a step holds a whole activation somewhere, or copies more of one than its edges."""

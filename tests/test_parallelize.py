@@ -130,8 +130,16 @@ def snippet(world, way):
     return True
 
 
-@pytest.mark.parametrize("way", ["snippet", "plain tensors", "classic"])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(
+    "world, way",
+    [
+        (1, "snippet"),
+        (2, "snippet"),
+        (2, "plain tensors"),
+        (2, "classic"),
+        *[pytest.param(1, way, marks=pytest.mark.long) for way in ("plain tensors", "classic")],
+    ],
+)
 def test_design_snippet_on_convnext(world, way):
     """Fails when the README's few lines, or the classic DTensor way, don't train timm's ConvNeXt as
     unsplit."""

@@ -35,13 +35,13 @@ SANITIZED := build/sanitize
 help:
 	@echo 'make demo       trains a ConvNet on images split over $(NPROC) processes, and unsplit'
 	@echo 'make test       the test suite'
-	@echo 'make test-long  the same with every rule on 1 to 4 processes'
+	@echo 'make test-long  the same with the whole grid of every rule on 1 to 4 processes, and every long form'
 	@echo 'make lint       ruff, clang-format, clang-tidy, gcc -Werror, the rules of the repository'
 	@echo 'make format     lets ruff and clang-format rewrite the files'
 	@echo 'make build      builds the extension into python/haloconv'
 	@echo 'make wheel      dist/haloconv-*.whl'
 	@echo 'make audit      that wheel: does it keep to the two stable ABIs?'
-	@echo 'make test-213   that wheel on torch 2.13.0: the core of the suite'
+	@echo 'make test-213   that wheel on torch 2.13.0: what of the core of the suite another torch can change'
 	@echo 'make test-kernels   the core of the suite, its halos moved by the CUDA kernels on the host'
 	@echo 'make fakes      the long form of the tests of the NCCL transport, on a stand-in for NCCL and CUDA'
 	@echo 'make fake-mutation   takes the safeguards of that transport away: do those tests notice each?'
@@ -77,7 +77,8 @@ wheel: env
 audit: wheel
 	$(PY) .ci/audit.py dist/haloconv-*.whl
 
-# The wheel is the very binary that `make test` runs, and nothing is built for the older torch.
+# The wheel is the very binary that `make test` runs, and nothing is built for the older torch. What is marked own is
+# left out: the integers and loops of that binary are the same under any torch.
 test-213: build wheel env-213
 	$(PY_213) -m pip install --quiet --no-deps --force-reinstall dist/haloconv-*.whl
 	@cmp python/haloconv/_C.abi3.so "$$($(PY_213) -c \

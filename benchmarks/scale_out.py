@@ -35,6 +35,7 @@ EXCHANGE = 15e-6  # latency of a halo exchange inside a node
 HOP = 5e-6  # of a collective, per doubling of its ranks
 PER_NODE = 8
 BATCH, IMAGE = 1024, (512, 2048)
+SPATIAL = (1, 2, 4, 8)
 CARDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 10000)
 # (bytes per second of a link, of what is hidden behind backward) for the published table, which names no hardware
 LINKS = {"NVLink": (300e9, True), "PCIe 4": (20e9, False)}
@@ -43,7 +44,7 @@ LINKS = {"NVLink": (300e9, True), "PCIe 4": (20e9, False)}
 def roofline(work, node, itemsize=4):
     """Seconds of a step's ops: products at the card's rate, everything else (depthwise too) at its memory's. What is
     counted is float32, of 4 bytes."""
-    depthwise = sum(v for name, v in work.amounts.items() if name.startswith("depthwise"))
+    depthwise = sum(v for name, v in work.flops_of.items() if name.startswith("depthwise"))
     # Windows of a depthwise convolution are read and written once, as the large ones of these networks are.
     columns = sum(2 * window.column_bytes * window.width for window in work.windows if window.kernel >= 7)
     moved = (work.bytes() + columns) * itemsize / 4
@@ -73,7 +74,8 @@ def published(bench, model):
             total = compute + halo + exposed
             bench.add(
                 part="published", **base.as_row() | {"name": f"{width}/{ranks}, {link}", "ranks": ranks}
-                | {"input": [7, 3, 512, width]}, predicted=1e3 * total, actual=row["ms"], unit="ms",
+                | {"input": [7, 3, 512, width]}, measured="predicted", step_ms=1e3 * total, predicted=1e3 * total,
+                actual=row["ms"], unit="ms",
                 deviation=1e3 * total / row["ms"] - 1, compute_share=compute / total, exchange_share=halo / total,
                 reduction_share=exposed / total, boundary=whole.boundary(ranks), published=row["ms"],
                 note="calibrates" if row is rows[0] else None,
@@ -85,28 +87,30 @@ def scale_out(bench, model, nodes):
     height, width = IMAGE
     image = Case(model=model, input=(1, 3, height, width), optimizer="adam")
     whole, fixed = count(image), count(replace(image, input=(1, 3, height, 0)))
-    strips = {
-        spatial: count(replace(image, input=(1, 3, height, width // spatial))) for spatial in (1, 2, 4, 8)
-    }
+    strips = {spatial: count(replace(image, input=(1, 3, height, width // spatial))) for spatial in SPATIAL}
     for name in nodes:
         for cards in CARDS:
-            options = [_option(NODES[name], whole, fixed, strips, cards, spatial) for spatial in (1, 2, 4, 8)]
+            options = [_option(NODES[name], whole, fixed, strips, cards, spatial) for spatial in SPATIAL]
             options = [option for option in options if option is not None]
             fastest = min(options, key=lambda option: option["seconds"], default=None)
             for option in options:
                 seconds = option.pop("seconds")
                 bench.add(
                     part="scale", name=f"{name}, {cards} cards", node=name, cards=cards, model=model, dtype="bfloat16",
-                    input=[BATCH, 3, height, width], optimizer="adam", unit="ms", predicted=1e3 * seconds,
+                    input=[BATCH, 3, height, width], optimizer="adam", unit="ms",
+                    predicted=1e3 * seconds, step_ms=1e3 * seconds, measured="predicted", checkpointing="none",
                     note="fastest" if option is fastest else None, **option,
                 )  # fmt: skip
 
 
 def _option(node, whole, fixed, strips, cards, spatial):
-    """None where it cannot be: cards that spatial does not divide, more groups than images, too little memory."""
+    """None where it cannot be: cards that spatial does not divide, more groups than images (with the most cards to an
+    image what is over is left idle), too little memory."""
     groups = cards // spatial
-    if groups < 1 or cards % spatial or groups > BATCH:
+    if groups < 1 or cards % spatial or (groups > BATCH and spatial < max(SPATIAL)):
         return None
+    groups = min(groups, BATCH)
+    idle, cards = cards - groups * spatial, groups * spatial
     work = strips[spatial]
     images = math.ceil(BATCH / groups)
     kept = min(PER_NODE, cards)  # states are sharded over a node (HSDP): master, two moments, gradient
@@ -139,7 +143,7 @@ def _option(node, whole, fixed, strips, cards, spatial):
     parts |= {"exchanges": halo, "gradients": exposed}
     total = busy + halo + exposed
     return {
-        "seconds": total, "spatial": spatial, "data_parallel": groups, "ranks": cards,
+        "seconds": total, "spatial": spatial, "data_parallel": groups, "ranks": cards, "idle_cards": idle,
         "bound": max(parts, key=parts.get), "peak_gib": (held + at_once * each) / GIB,
         "compute_share": busy / total, "exchange_share": halo / total, "reduction_share": exposed / total,
     }  # fmt: skip

@@ -58,9 +58,8 @@ class Work:
     """Of a step on one rank."""
 
     calls: dict = field(default_factory=lambda: defaultdict(float))  # class of ops -> calls
-    amounts: dict = field(
-        default_factory=lambda: defaultdict(float)
-    )  # -> flops (convolutions, products) or bytes
+    flops_of: dict = field(default_factory=lambda: defaultdict(float))  # -> flops
+    bytes_of: dict = field(default_factory=lambda: defaultdict(float))  # -> bytes, read and written
     windows: list = field(default_factory=list)
     norms: int = 0  # with statistics over space
     parameter_bytes: int = 0
@@ -68,10 +67,11 @@ class Work:
     activation_bytes: float = 0.0
 
     def flops(self):
-        return sum(v for name, v in self.amounts.items() if name.startswith((*DENSE, "depthwise")))
+        return sum(self.flops_of.values())
 
     def bytes(self):
-        return sum(v for name, v in self.amounts.items() if not name.startswith((*DENSE, "depthwise")))
+        """Of what is neither a convolution nor a product."""
+        return sum(v for name, v in self.bytes_of.items() if not name.startswith((*DENSE, "depthwise")))
 
     def exchanges(self, ranks):
         """Of an inner rank in a step: exchanges, messages, bytes, boundary share by whether it is backward."""
@@ -110,16 +110,15 @@ def is_view(func):
 
 
 def classified(func, args, kwargs, out):
-    """Class of an op and how much it does."""
-    if func in FORWARD or func in BACKWARD:
-        return conv_class(func, args), float(_flops(func, args, kwargs, out))
-    flops = _flops(func, args, kwargs, out)
-    if flops:
-        return "product", float(flops)
+    """Class of an op, its flops, and the bytes that it reads and writes. Of other ops than convolutions and products
+    flops are not counted: memory bounds them."""
     if is_view(func):
-        return "view", 0.0
-    tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor)]
-    return func.overloadpacket._qualified_op_name, float(sum(t.nbytes for t in tensors))
+        return "view", 0.0, 0.0
+    moved = float(sum(t.nbytes for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor)))
+    flops = float(_flops(func, args, kwargs, out))
+    if func in FORWARD or func in BACKWARD:
+        return conv_class(func, args), flops, moved
+    return ("product" if flops else func.overloadpacket._qualified_op_name), flops, moved
 
 
 def window_of(func, args):
@@ -156,11 +155,12 @@ def _column(tensor):
 
 
 class Counter(TorchDispatchMode):
-    """Counts into `work`; with a clock (a function that gives seconds) adds up `seconds` by class."""
+    """Counts into `work`; with a clock (a function that gives seconds) notes every op in `points`, as (class, flops,
+    bytes, seconds)."""
 
     def __init__(self, clock=None):
         super().__init__()
-        self.work, self.clock, self.seconds = Work(), clock, defaultdict(float)
+        self.work, self.clock, self.points = Work(), clock, []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
@@ -171,10 +171,12 @@ class Counter(TorchDispatchMode):
         seconds = self.clock() - begin if self.clock else 0.0
         if func.namespace in ("prim", "profiler"):  # fake tensors and profilers call them, nobody else
             return out
-        name, amount = classified(func, args, kwargs, out)
+        name, flops, moved = classified(func, args, kwargs, out)
         self.work.calls[name] += 1
-        self.work.amounts[name] += amount
-        self.seconds[name] += seconds
+        self.work.flops_of[name] += flops
+        self.work.bytes_of[name] += moved
+        if self.clock:
+            self.points.append((name, flops, moved, seconds))
         window = None if func in (FORWARD[1], BACKWARD[1]) else window_of(func, args)
         if window is not None and window.width > 1:
             self.work.windows.append(window)
@@ -248,10 +250,11 @@ def at_width(first, second, times):
     def line(a, b):
         return a + (b - a) * (times - 1)
 
-    names = {**first.amounts, **second.amounts}
     work = replace(second)
     work.calls = dict(second.calls)
-    work.amounts = {n: line(first.amounts.get(n, 0.0), second.amounts.get(n, 0.0)) for n in names}
+    for kind in ("flops_of", "bytes_of"):
+        once, twice = getattr(first, kind), getattr(second, kind)
+        setattr(work, kind, {n: line(once.get(n, 0.0), twice.get(n, 0.0)) for n in {**once, **twice}})
     work.activation_bytes = line(first.activation_bytes, second.activation_bytes)
     work.windows = [replace(window, width=round(window.width * times / 2)) for window in second.windows]
     return work

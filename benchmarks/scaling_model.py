@@ -18,8 +18,9 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import itertools
 import json
-import statistics
+import math
 import time
 from collections import defaultdict
 from dataclasses import replace
@@ -49,6 +50,7 @@ COLUMNS = {
     "cards": Column("cards", "d"),
     "spatial": Column("spatial", "d"),
     "data_parallel": Column("data parallel", "d"),
+    "idle_cards": Column("idle cards", "d"),
     "bound": Column("bound by"),
     "note": Column("note"),
 }
@@ -60,8 +62,9 @@ def _case(model, width, ranks=1, batch=4, height=64):
     return replace(BASE, model=model, input=(batch, 3, height, width), ranks=ranks, way=way)
 
 
-# What rates come from: each on one rank, plain and with haloconv's layers.
+# What rates come from: on one rank each op, plain and with haloconv's layers; on two what being split costs.
 CALIBRATION = [_case("convnext_atto", 128), _case("convnext_atto", 320), _case("resnet10t", 256)]
+CALIBRATION += [_case("convnext_atto", 256, ranks=2), _case("resnet10t", 256, ranks=2)]
 # Fixed before anything was calibrated.
 HELD_OUT = [
     _case("convnext_atto", 224),
@@ -70,34 +73,38 @@ HELD_OUT = [
     _case("convnext_tiny/4", 512, ranks=2),
     _case("resnet18", 256),
     _case("resnet18", 512, ranks=2),
+    replace(_case("convnext_atto", 224), checkpointing="block"),
 ]
 LIMIT = 0.15
+OTHER = "::"  # the rate of ops that no calibration has: that of all whose time memory bounds
 
 
 # ---- calibration ----
 
 
-class Line:
-    """seconds = per_call · calls + amount · per_amount, neither negative."""
+class Rate:
+    """seconds = calls · a + flops · b + bytes · c, none of the three negative: a call costs something, arithmetic has a
+    speed and so has memory. Thin channels are slow because of their bytes, small images because of their calls."""
 
     def __init__(self, points):
-        """points: (calls, amount, seconds)."""
-        x = torch.tensor([[calls, amount] for calls, amount, _ in points], dtype=torch.float64)
-        y = torch.tensor([seconds for _, _, seconds in points], dtype=torch.float64)
+        """points: (calls, flops, bytes, seconds). An error counts by the time in which it is made."""
+        table = torch.tensor(points, dtype=torch.float64)
+        x, y = table[:, :3], table[:, 3].clamp_min(1e-9)
         scale = x.amax(0).clamp_min(1e-30)
-        weight = 1 / y.clamp_min(1e-9)  # relative errors count
-        a, b = (x / scale) * weight[:, None], y * weight
-        both = torch.linalg.lstsq(a, b[:, None], driver="gelsd").solution[:, 0] if len(points) > 1 else None
-        if both is None or (both < 0).any():
-            alone = [float(a[:, i] @ b / (a[:, i] @ a[:, i]).clamp_min(1e-30)) for i in (0, 1)]
-            residuals = [float(((a[:, i] * alone[i] - b) ** 2).sum()) for i in (0, 1)]
-            keep = 1 if x[:, 1].max() > 0 and residuals[1] <= residuals[0] else 0
-            both = torch.zeros(2, dtype=torch.float64)
-            both[keep] = alone[keep]
-        self.per_call, self.per_amount = (both / scale).tolist()
+        a, b = x / scale / y.sqrt()[:, None], y.sqrt()
+        best, self.factors = math.inf, [0.0, 0.0, 0.0]
+        used = [i for i in range(3) if x[:, i].max() > 0]
+        for terms in range(1, min(len(used), len(points)) + 1):
+            for kept in itertools.combinations(used, terms):
+                found = torch.linalg.lstsq(a[:, kept], b[:, None], driver="gelsd").solution[:, 0]
+                residual = float(((a[:, kept] @ found - b) ** 2).sum())
+                if (found >= 0).all() and residual < best:
+                    best, self.factors = residual, [0.0, 0.0, 0.0]
+                    for index, value in zip(kept, found.tolist()):
+                        self.factors[index] = value / float(scale[index])
 
-    def __call__(self, calls, amount):
-        return self.per_call * calls + self.per_amount * amount
+    def __call__(self, calls, flops, moved):
+        return sum(factor * x for factor, x in zip(self.factors, (calls, flops, moved)))
 
 
 def clocks(clock):
@@ -107,48 +114,75 @@ def clocks(clock):
     return time.process_time, time.thread_time
 
 
-def calibrate(rounds, clock, bench):
-    """Lines by way and class, host seconds per call by way, of exchanges and of all-reduces."""
-    mesh = own_mesh()
+def calibrate(works, rounds, clock, bench):
+    """Rates by way and class, host seconds of an op by way, of what it takes to be split. `works`: see `counted`."""
+    alone, both = own_mesh(), DeviceMesh("cpu", torch.arange(world()))
     step_clock, op_clock = clocks(clock)
     runs = {}
     for case in CALIBRATION:
-        for way in ("one card", "haloconv"):
-            runs[way, case] = program(replace(case, way=way), mesh, rank())
+        for way in ("one card", "haloconv") if case.ranks == 1 else ("haloconv",):
+            runs[way, case] = program(replace(case, way=way), alone if case.ranks == 1 else both, rank())
             runs[way, case].step()
-    steps, seconds, works = defaultdict(list), defaultdict(lambda: defaultdict(list)), {}
+    steps, rounds_of = defaultdict(list), defaultdict(list)
     for _ in range(rounds):
-        for key, run in runs.items():
+        for (way, case), run in runs.items():
+            dist.barrier()
             begin = step_clock()
             run.step()
-            steps[key].append(step_clock() - begin)
-            counter = Counter(op_clock)
-            with counter:
-                run.step()
-            works[key] = counter.work
-            for name, value in counter.seconds.items():
-                seconds[key][name].append(value)
-    lines, host = {}, {}
+            steps[way, case].append(step_clock() - begin)
+            if case.ranks == 1:
+                counter = Counter(op_clock)
+                with counter:
+                    run.step()
+                rounds_of[way, case].append(counter.points)
+    calibration = {"rates": {}, "host": {}, **messages(rounds, step_clock)}
+    if rank() != 0:  # the first predicts
+        return calibration
     for way in ("one card", "haloconv"):
         points, rest = defaultdict(list), []
-        for key in (key for key in runs if key[0] == way):
-            work = works[key]
-            own = {name: quartile(values) for name, values in seconds[key].items()}
-            for name, value in own.items():
-                points[name].append((work.calls[name], work.amounts[name], value))
-            rest.append(max(0.0, quartile(steps[key]) - sum(own.values())) / sum(work.calls.values()))
-        lines[way] = {name: Line(values) for name, values in points.items()}
-        host[way] = statistics.median(rest)
+        for key in (key for key in rounds_of if key[0] == way):
+            own = quartiles(rounds_of[key])
+            for name, *point in own:
+                points[name].append((1, *point))
+            rest.append(
+                (len(own), 0.0, 0.0, max(0.0, quartile(steps[key]) - sum(point[-1] for point in own)))
+            )
+        points[OTHER] = [point for name, values in points.items() if "::" in name for point in values]
+        calibration["rates"][way] = {name: Rate(values) for name, values in points.items()}
+        calibration["host"][way] = Rate(rest).factors[0]
+    split = []
     for (way, case), values in steps.items():
+        if case.ranks > 1:
+            strip, whole = works[case]
+            parts = predict(
+                strip, whole, {**calibration, "split": Rate([(1, 0.0, 0.0, 0.0)])}, way, case.ranks
+            )
+            exchanges, _, _ = whole.exchanges(case.ranks)
+            norms = 2 * whole.norms
+            split.append((exchanges - norms, norms, 0.0, max(0.0, quartile(values) - sum(parts.values()))))
+    calibration["split"] = Rate(split)
+    for (way, case), values in steps.items():
+        own = replace(case, way=way)
+        total, actual = sum(predict(*works[own], calibration, way, case.ranks).values()), quartile(values)
         bench.add(
-            part="calibration", **{**replace(case, way=way).as_row(), "name": f"{way}, calibration"},
-            measured="cpu", actual=1e3 * quartile(values), unit=f"ms ({clock})",
+            part="calibration", **{**own.as_row(), "name": f"{own.name}, calibration"}, measured="cpu",
+            step_ms=1e3 * actual, predicted=1e3 * total, actual=1e3 * actual, deviation=total / actual - 1,
+            unit=f"ms ({clock})",
         )  # fmt: skip
-    return {"lines": lines, "host": host, **messages(rounds, step_clock)}
+    return calibration
+
+
+def quartiles(rounds):
+    """One step's ops from several: the same ops in the same order, each with the lower quartile of its times."""
+    found = []
+    for ops in zip(*rounds, strict=True):
+        (what,) = {op[:3] for op in ops}
+        found.append((*what, quartile([op[3] for op in ops])))
+    return found
 
 
 def messages(rounds, clock):
-    """Lines of an exchange and of an all-reduce over both ranks, from two sizes of each; host seconds of one call."""
+    """Rates of an exchange's bytes and of all-reduces over both ranks, from two sizes of each."""
     mesh = DeviceMesh("cpu", torch.arange(world()))
     calls = {}
     for columns, channels in ((3, 8), (3, 1024)):
@@ -167,7 +201,9 @@ def messages(rounds, clock):
             taken[key].append((clock() - begin) / 4)
     result = {}
     for kind in ("exchange", "all_reduce"):
-        result[kind] = Line([(1, size, quartile(taken[kind, size][2:])) for k, size in calls if k == kind])
+        result[kind] = Rate(
+            [(1, 0.0, size, quartile(taken[kind, size][2:])) for k, size in calls if k == kind]
+        )
     return result
 
 
@@ -186,19 +222,19 @@ def own_mesh():
 
 def predict(work, whole, calibration, way, ranks):
     """Seconds of a step by part. `work`: of a rank's strip; `whole`: of the unsplit image, whose windows are split."""
-    lines, host = calibration["lines"][way], calibration["host"][way]
+    rates, host = calibration["rates"][way], calibration["host"][way]
     share = whole.boundary(ranks)
-    known = [line.per_amount for name, line in lines.items() if "::" in name and line.per_amount > 0]
     parts = {"compute": host * sum(work.calls.values()), "exchange": 0.0, "reduction": 0.0}
     for name, calls in work.calls.items():
-        amount = work.amounts[name]
-        seconds = lines[name](calls, amount) if name in lines else amount * statistics.median(known)
+        seconds = rates.get(name, rates[OTHER])(calls, work.flops_of[name], work.bytes_of[name])
         widened = 1 + share if name.startswith(("dense", "depthwise", "grouped")) else 1.0
         parts["compute"] += seconds * widened
     if ranks > 1:
         exchanges, _, sent = whole.exchanges(ranks)
-        parts["exchange"] = calibration["exchange"](exchanges, sent)
-        parts["reduction"] = calibration["all_reduce"](whole.buckets(), whole.parameter_bytes)
+        norms = 2 * whole.norms
+        bandwidth = calibration["exchange"].factors[2]
+        parts["exchange"] = calibration["split"](exchanges - norms, norms, 0.0) + bandwidth * sent
+        parts["reduction"] = calibration["all_reduce"](whole.buckets(), 0.0, whole.parameter_bytes)
     return parts
 
 
@@ -232,9 +268,9 @@ def held_out(bench, works, calibration, rounds, clock):
         total = sum(parts.values())
         actual, wall = (quartile(column) for column in zip(*values))
         bench.add(
-            part="held out", **case.as_row(), measured="cpu", predicted=1e3 * total, actual=1e3 * actual,
-            deviation=total / actual - 1, unit=f"ms ({clock})", wall_ms=1e3 * wall, boundary=whole.boundary(case.ranks),
-            **{f"{name}_share": value / total for name, value in parts.items()},
+            part="held out", **case.as_row(), measured="cpu", step_ms=1e3 * actual, predicted=1e3 * total,
+            actual=1e3 * actual, deviation=total / actual - 1, unit=f"ms ({clock})", wall_ms=1e3 * wall,
+            boundary=whole.boundary(case.ranks), **{f"{name}_share": value / total for name, value in parts.items()},
         )  # fmt: skip
 
 
@@ -301,11 +337,13 @@ def main():
     wanted = HELD_OUT[1:2] if args.fast else HELD_OUT
     works = {}  # rank 0's, which predicts; the others only run
     if world() == 2:
-        works = {case: counted(case) if rank() == 0 else None for case in wanted}
+        ways = [replace(case, way=way) for case in CALIBRATION for way in ("one card", "haloconv")]
+        works = {case: counted(case) if rank() == 0 else None for case in [*wanted, *ways]}
     model = "convnext_tiny" if args.fast else "convnext_xlarge"
     if world() == 2:
         dist.init_process_group("gloo")
-        held_out(bench, works, calibrate(rounds, args.clock, bench), rounds, args.clock)
+        calibration = calibrate(works, rounds, args.clock, bench)
+        held_out(bench, {case: works[case] for case in wanted}, calibration, rounds, args.clock)
         dist.destroy_process_group()
     bench.save()
     if rank() == 0:
@@ -345,7 +383,17 @@ def show(bench):
     own = [row for row in bench.rows if row["part"] == "scale" and row["note"] == "fastest"]
     if own:
         bench.table(
-            ["node", "cards", "spatial", "data_parallel", "predicted", "unit", "peak_gib", "bound"],
+            [
+                "node",
+                "cards",
+                "spatial",
+                "data_parallel",
+                "idle_cards",
+                "predicted",
+                "unit",
+                "peak_gib",
+                "bound",
+            ],
             own,
             title="fastest",
         )

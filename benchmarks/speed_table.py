@@ -11,7 +11,8 @@ all of them taking turns:
     pipeline                torch.distributed.pipelining, 1F1B, one image a micro-batch, on as many ranks
     separate strips         every rank by itself on an image as wide as its shard: the same work, no exchange. Ranks
                             that share a machine slow each other here too
-    torch's legacy route    torch's older convolution rule, where it runs; its error is shown and not asserted
+    torch's legacy route    torch's older convolution rule, where it runs (else the note says why not), after the
+                            others, with haloconv's rules off; its error is shown and not asserted
 
 Losses and gradients of what haloconv runs are compared with the unsplit network's, on the narrowest image. Sizes with
 more ranks than there are, are left out. benchmarks/README.md defines the columns.
@@ -31,8 +32,9 @@ from dataclasses import replace
 import haloconv
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 import torch.nn.functional as F
-from conv import legacy_route_is_open, runs
+from conv import legacy_route_is_open
 from haloconv._rules import _registry
 from harness import PUBLISHED_SPEED, Benchmark, Column, interleaved
 from memory_cases import Case, program
@@ -83,6 +85,9 @@ DEFAULTS = {  # of a device
     "cuda": dict(model="convnext_xlarge", batch=7, height=512, sizes=["1024/1", "2048/2", "4096/4", "4096/8"]),
     "cpu": dict(model="convnext_atto", batch=4, height=64, sizes=["128/1", "256/2", "512/4", "512/8"]),
 }  # fmt: skip
+LEGACY_COLUMNS = (
+    128  # of a rank: a 7-wide window needs 3 columns of its shard, and ConvNeXts divide the width by 32
+)
 TOLERANCE = {"float32": 1e-3, "bfloat16 autocast": 5e-2}  # sums in another order, through a whole network
 
 
@@ -167,20 +172,32 @@ def torchs_rules():
             haloconv.enable_rules()
 
 
+class MeanPool(nn.Module):
+    """A global average pool in an op that torch's DTensor has a rule for. It makes a gradient that is whole on every
+    rank, which the older convolution rule takes for a shard."""
+
+    def forward(self, x):
+        if x.requires_grad:
+            placements = x.placements
+            x.register_hook(lambda grad: grad.redistribute(placements=placements))
+        return x.mean((-2, -1), keepdim=True)
+
+
 class Legacy:
     """torch's DTensor without haloconv: replicated parameters, an image sharded over its width, F.conv2d."""
 
     def __init__(self, case, mesh, rank):
         self.plain = program(replace(case, way="one card"), mesh, rank)
+        for parent in list(self.plain.model.modules()):
+            for name, child in parent.named_children():
+                if isinstance(child, nn.AdaptiveAvgPool2d):  # of a classifier: global
+                    setattr(parent, name, MeanPool())
         self.model = distribute_module(self.plain.model, mesh)
         self.images = haloconv.distribute(self.plain.images, mesh)
         self.plain.optimizer = None if case.optimizer == "none" else _sgd(self.model)
 
     def step(self):
-        with torchs_rules():
-            return self._step()
-
-    def _step(self):
+        """Inside `torchs_rules`."""
         self.model.zero_grad(set_to_none=True)
         out = self.model(self.images).redistribute(placements=[Replicate()]).to_local()
         loss = F.cross_entropy(out, self.plain.labels)
@@ -289,14 +306,19 @@ def measure(bench, args, device, base):
                 entries.append(((width, ranks, name), case, timed, found if found >= 0 else None, None))
             if legacy_open and ranks == world > 1:
                 entries.append(
-                    add_legacy(cases_of(width, ranks, base)["haloconv"], narrow, meshes[ranks], expected)
+                    add_legacy(cases_of(width, ranks, base)["haloconv"], narrow, meshes[ranks], alone)
                 )
             gc.collect()
             advance(f"{width}/{ranks}")
         for key, _, timed, _, _ in entries:
             if timed is not False:
                 steps[key] = timed or (lambda: None)
+        # Switching rules empties DTensor's caches, so torch's route does not take turns with haloconv.
+        legacy = {key: steps.pop(key) for key in list(steps) if key[2].startswith("torch's")}
         times = interleaved(steps, args.rounds)
+        if legacy:
+            with torchs_rules():
+                times |= interleaved(legacy, args.rounds)
     for key, case, timed, found, note in entries:
         if timed is False:
             add_row(bench, args, key, case, None, {}, found, note, device)
@@ -304,21 +326,29 @@ def measure(bench, args, device, base):
             add_row(bench, args, key, case, timed, times[key], found, note, device)
 
 
-def add_legacy(case, narrow, mesh, expected):
-    """An entry whose program is False where torch's route cannot run it."""
+def add_legacy(case, narrow, mesh, alone):
+    """An entry whose program is False where torch's route cannot run it; then the note says what it stumbled over."""
     rank, key = dist.get_rank(), (case.input[-1], case.ranks, "torch's legacy route")
+    at = replace(case, input=(*case.input[:3], max(narrow.input[-1], LEGACY_COLUMNS * case.ranks)))
+    expected = outcome(program(replace(at, way="one card", ranks=1), alone, rank))
+    found = legacy = None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = []
-        if not runs(
-            lambda: found.append(
-                legacy_error(Legacy(replace(case, input=narrow.input), mesh, rank), expected)
-            )
-        ):
-            return key, case, False, None, "cannot run this net"
-        legacy = Legacy(case, mesh, rank)
-    note = None if found[0] <= TOLERANCE["float32"] else "wrong gradients"
-    return key, case, Timed(legacy, mesh.device_type), found[0], note
+        why = ""
+        try:
+            with torchs_rules():
+                found = legacy_error(Legacy(at, mesh, rank), expected)
+                legacy = Legacy(case, mesh, rank)
+                legacy.step()
+        except Exception as failure:  # whatever it is that torch's route stumbles over
+            why = f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"
+        reasons = [None] * mesh.size()
+        dist.all_gather_object(reasons, why)
+    why = next((reason for reason in reasons if reason), None)
+    if why is not None:
+        return key, case, False, None, f"cannot run: {why}"
+    note = None if found <= TOLERANCE["float32"] else "wrong gradients"
+    return key, case, Timed(legacy, mesh.device_type), found, note
 
 
 def add_row(bench, args, key, case, timed, times, found, note, device):
@@ -402,7 +432,7 @@ def main():
         setattr(args, key, getattr(args, key) or value)
     if args.fast:
         args.batch, args.height, args.rounds = 2, 32, 1
-        args.sizes = ["64/1", "128/2"]
+        args.sizes = ["128/1", "256/2"]
     rank = int(os.environ.get("RANK", "0"))
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "0")

@@ -60,7 +60,8 @@ def without(spans, holes):
 
 
 def profiled(step, count):
-    """Of each of `count` steps: milliseconds, and lane -> spans in milliseconds since its beginning."""
+    """Of each of `count` steps: milliseconds, and lane -> spans in milliseconds since its beginning. All in one session
+    of the profiler: several, beside gloo's threads, have crashed."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities) as profiler:
         for _ in range(count):

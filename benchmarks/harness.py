@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import gc
 import importlib.metadata
 import json
 import os
@@ -131,20 +132,31 @@ def interleaved(steps, rounds, warm_up=2):
         name -> {"step_ms", "step_ms_p10", "step_ms_p90"}: the median and percentiles, of the slowest rank of each call.
     """
     taken = {name: [] for name in steps}
-    for number in range(warm_up + rounds):
-        for name, step in steps.items():
-            _settle()
-            begin = time.perf_counter()
-            step()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            seconds = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
-            if dist.is_initialized() and dist.get_world_size() > 1:
-                seconds = seconds.cuda() if dist.get_backend() == "nccl" else seconds
-                dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-            if number >= warm_up:
-                taken[name].append(1e3 * seconds.item())
+    quiet()
+    try:
+        for number in range(warm_up + rounds):
+            for name, step in steps.items():
+                _settle()
+                begin = time.perf_counter()
+                step()
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
+                seconds = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
+                if dist.is_initialized() and dist.get_world_size() > 1:
+                    seconds = seconds.cuda() if dist.get_backend() == "nccl" else seconds
+                    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+                if number >= warm_up:
+                    taken[name].append(1e3 * seconds.item())
+    finally:
+        gc.unfreeze()
     return {name: percentiles(values) for name, values in taken.items()}
+
+
+def quiet():
+    """Takes what has been built out of the garbage collector's sight, until `gc.unfreeze`: its rounds would go through
+    every program of the benchmark, in whichever step they fall."""
+    gc.collect()
+    gc.freeze()
 
 
 def _settle():

@@ -194,15 +194,15 @@ def speed(report, folder):
     if one and split:
         yield (
             f"Recomputing each block changes a step's time by {one['ratio'] - 1:+.0%} on one rank and by"
-            f" {split['ratio'] - 1:+.0%} split (published: +30 % for 60 to 75 % less memory; what it saves here is in the"
-            " table of measured memory above).\n"
+            f" {split['ratio'] - 1:+.0%} split (published: +30 % for 60 to 75 % less memory; what it saves here is in"
+            " the table of measured memory above).\n"
         )
     pipeline = by_name.get("pipeline")
     if pipeline:
         yield (
-            f"The pipeline's schedule leaves {pipeline['bubble']:.0%} of it empty (its bubble); measured, stages compute"
-            f" nothing for {pipeline['idle']:.0%} of a step, and the mean stage takes {pipeline['balance']:.2f} of the"
-            " largest one's time (its balance).\n"
+            f"The pipeline's schedule leaves {pipeline['bubble']:.0%} of it empty (its bubble); measured, stages"
+            f" compute nothing for {pipeline['idle']:.0%} of a step, and the mean stage takes"
+            f" {pipeline['balance']:.2f} of the largest one's time (its balance).\n"
         )
     yield "![speedup](speed.png)\n"
     yield source(report)

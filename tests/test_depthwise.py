@@ -329,18 +329,30 @@ class Status(ctypes.Structure):
 C_DTYPE = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 
 
-@pytest.fixture(scope="module", params=[16, 32, 64])
-def library(request, tmp_path_factory):
-    """The loops with vectors of at most so many bytes, as a processor without wider ones runs them."""
+@pytest.fixture(scope="module")
+def loops(tmp_path_factory):
+    """The loops as a library of their own, in which the bytes of the widest vector are a variable."""
     sources = Path(__file__).resolve().parent.parent / "csrc"
-    target = tmp_path_factory.mktemp("depthwise") / f"depthwise{request.param}.so"
+    folder = tmp_path_factory.mktemp("depthwise")
+    target, limit = folder / "depthwise.so", folder / "limit.c"
+    limit.write_text("int simd_bytes = 64;\n")
     names = ["depthwise.c", "depthwise_simd.c", "depthwise_tile.c", "shard.c", "status.c"]
     flags = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"] if sanitized() else []
+    declared = folder / "limit.h"
+    declared.write_text("extern int simd_bytes;\n")
+    command = ["gcc", "-std=c11", "-O0", "-g", "-shared", "-fPIC", *flags]
+    command += ["-include", str(declared), "-DHC_SIMD_BYTES=simd_bytes", "-o", str(target), str(limit)]
     torch_libraries = Path(torch.__file__).parent / "lib"
-    command = ["gcc", "-std=c11", "-O1", "-g", "-shared", "-fPIC", *flags, f"-DHC_SIMD_BYTES={request.param}"]
-    command += ["-o", str(target), *[str(sources / name) for name in names]]
-    subprocess.run([*command, f"-L{torch_libraries}", "-ltorch_cpu"], check=True)
+    command += [*[str(sources / name) for name in names], f"-L{torch_libraries}", "-ltorch_cpu"]
+    subprocess.run(command, check=True)
     return ctypes.CDLL(str(target))
+
+
+@pytest.fixture(scope="module", params=[16, 32, 64])
+def library(request, loops):
+    """The loops with vectors of at most so many bytes, as a processor without wider ones runs them."""
+    ctypes.c_int.in_dll(loops, "simd_bytes").value = request.param
+    return loops
 
 
 def call(function, *args):

@@ -199,6 +199,32 @@ def call_public(which):
         "parallelize: mesh": lambda: haloconv.parallelize(nn.Conv2d(3, 3, 3), 2),
         "parallelize: dims and mesh": lambda: haloconv.parallelize(nn.Conv2d(3, 3, 3), mesh, dim=(2, 3)),
         "parallelize: dim type": lambda: haloconv.parallelize(nn.Conv2d(3, 3, 3), mesh, dim=1.5),
+        "distribute: DTensor": lambda: haloconv.distribute(haloconv.distribute(x, mesh), mesh),
+        "distribute: meta": lambda: haloconv.distribute(x.to("meta"), mesh),
+        "distribute: nested": lambda: haloconv.distribute(torch.nested.nested_tensor([x[0], x[0, :2]]), mesh),
+        "distribute: quantized": lambda: haloconv.distribute(
+            torch.quantize_per_tensor(x, 0.1, 0, torch.qint8), mesh
+        ),
+        "parallelize: shard_inputs": lambda: haloconv.parallelize(
+            nn.Conv2d(3, 3, 3), mesh, shard_inputs="yes"
+        ),
+        "parallelize: gather_outputs": lambda: haloconv.parallelize(
+            nn.Conv2d(3, 3, 3), mesh, gather_outputs=1
+        ),
+        "parallelize: broadcast": lambda: haloconv.parallelize(nn.Conv2d(3, 3, 3), mesh, broadcast=None),
+        "parallelize: states_options": lambda: haloconv.parallelize(
+            nn.Conv2d(3, 3, 3), mesh, shard_states=True, states_options=3
+        ),
+        "parallelize: DataParallel": lambda: haloconv.parallelize(nn.DataParallel(nn.Conv2d(3, 3, 3)), mesh),
+        "parallelize: TorchScript": lambda: haloconv.parallelize(torch.jit.script(nn.Conv2d(3, 3, 3)), mesh),
+        "load_full_state_dict: list": lambda: haloconv.load_full_state_dict(nn.Conv2d(3, 3, 3), []),
+        "MaxPool2d: padding": lambda: haloconv.nn.MaxPool2d(2, padding=2)(haloconv.distribute(x, mesh)),
+        "AvgPool2d: divisor": lambda: haloconv.nn.AvgPool2d(2, divisor_override=0)(
+            haloconv.distribute(x, mesh)
+        ),
+        "ReflectionPad2d: padding": lambda: haloconv.nn.ReflectionPad2d(10)(haloconv.distribute(x, mesh)),
+        "PixelShuffle: channels": lambda: haloconv.nn.PixelShuffle(2)(haloconv.distribute(x, mesh)),
+        "Upsample: size": lambda: haloconv.nn.Upsample(size=0)(haloconv.distribute(x, mesh)),
         "unparallelize: plain module": lambda: haloconv.unparallelize("model"),
         "full_state_dict: type": lambda: haloconv.full_state_dict(3),
         "Conv2d: input on another mesh": lambda: haloconv.parallelize(nn.Conv2d(3, 3, 3), mesh)(
@@ -230,6 +256,22 @@ PUBLIC = {
     "parallelize: mesh": ["(?i)mesh", "int|2"],
     "parallelize: dims and mesh": ["dim", r"\(2, 3\)"],
     "parallelize: dim type": ["dim", "float|1.5"],
+    "distribute: DTensor": ["tensor is a DTensor", RANK],
+    "distribute: meta": ["tensor is a meta", RANK],
+    "distribute: nested": ["tensor is a nested", RANK],
+    "distribute: quantized": ["tensor is a quantized", RANK],
+    "parallelize: shard_inputs": ["shard_inputs", "yes", RANK],
+    "parallelize: gather_outputs": ["gather_outputs", "1", RANK],
+    "parallelize: broadcast": ["broadcast", "None", RANK],
+    "parallelize: states_options": ["states_options", "3", RANK],
+    "parallelize: DataParallel": ["module", "DataParallel", RANK],
+    "parallelize: TorchScript": ["module", "TorchScript", RANK],
+    "load_full_state_dict: list": ["sd", "list", RANK],
+    "MaxPool2d: padding": ["padding", "2", RANK],
+    "AvgPool2d: divisor": ["divisor_override", "0", RANK],
+    "ReflectionPad2d: padding": ["padding", "10", RANK],
+    "PixelShuffle: channels": ["upscale_factor", "2", RANK],
+    "Upsample: size": ["size", "0", RANK],
     "unparallelize: plain module": ["(?i)module", "str|model"],
     "full_state_dict: type": ["(?i)module|model", "int|3"],
     "Conv2d: input on another mesh": ["(?i)mesh"],

@@ -15,6 +15,21 @@ def on_rank():
     return ""
 
 
+def name_rank(error):
+    """Ends the message of an error that was raised where no rank is known, by torch perhaps, with the rank."""
+    text = error.args[0] if error.args else None
+    known = isinstance(error, (ValueError, TypeError, IndexError, RuntimeError)) and isinstance(text, str)
+    if known and "global rank" not in text and "on rank" not in text:
+        error.args = (text + on_rank(), *error.args[1:])
+
+
+def as_bool(name, value):
+    """True or False; what merely counts as one is refused."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}, expected True or False{on_rank()}")
+    return value
+
+
 def as_int(name, value):
     """An exact integer; bools and floats are refused."""
     if isinstance(value, bool):

@@ -34,9 +34,15 @@ def placements_of(dim, mesh, ndim):
 
 
 def _check_plain(name, tensor):
-    if not isinstance(tensor, torch.Tensor) or isinstance(tensor, DTensor) or tensor.layout != torch.strided:
-        kind = f"{tensor.layout} tensor" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-        raise TypeError(f"{name} is a {kind}, expected a plain, dense torch.Tensor{on_rank()}")
+    kind = None
+    if not isinstance(tensor, torch.Tensor) or isinstance(tensor, DTensor):
+        kind = type(tensor).__name__
+    elif tensor.is_nested or tensor.layout != torch.strided:
+        kind = f"{'nested' if tensor.is_nested else tensor.layout} tensor"
+    elif tensor.is_quantized or tensor.is_meta:
+        kind = f"{'quantized' if tensor.is_quantized else 'meta'} tensor"
+    if kind is not None:
+        raise TypeError(f"{name} is a {kind}, expected a plain, dense torch.Tensor with values{on_rank()}")
 
 
 def distribute(tensor, mesh, dim=-1):

@@ -71,6 +71,8 @@ def check(module, mesh, shard_states, options):
     Raises:
         TypeError, ValueError: an argument of `parallelize` does not fit.
     """
+    if options is not None and not isinstance(options, dict):
+        raise TypeError(f"states_options is {options!r}, expected a dict{on_rank()}")
     options = dict(options or {})
     unknown = sorted(set(options) - set(_OPTIONS))
     if unknown:

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map_only
 
 from . import _dtensor, _fsdp, _nccl, _rules, nn
-from ._check import as_int, on_rank
+from ._check import as_bool, as_int, on_rank
 from ._distribute import distribute, gather
 from ._dtensor import DTensor, Replicate
 from ._gradients import GradientReducer
@@ -128,9 +128,11 @@ def _check_module(module, mesh):
     for name, child in module.named_modules():
         if MARK in child.__dict__:
             raise ValueError(f"module '{name}' is parallelized already, expected one that is not{on_rank()}")
-        if isinstance(child, torch.nn.parallel.DistributedDataParallel):
+        if isinstance(child, torch.jit.ScriptModule):
+            raise TypeError(f"module '{name}' is a TorchScript one, expected Python's{on_rank()}")
+        if isinstance(child, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
             raise ValueError(
-                f"module '{name}' is a DistributedDataParallel, which would not see the new parameters; expected a "
+                f"module '{name}' is a {type(child).__name__}, which would not see the new parameters; expected a "
                 f"mesh with the batch on one of its dims, dim=(0, -1), or FSDP2 afterwards{on_rank()}"
             )
     for table, name, full_name in _named_tensors(module):
@@ -272,6 +274,12 @@ def parallelize(
     """
     check_mesh(mesh)
     dim = _check_dim(dim, mesh)
+    for name, value in (
+        ("shard_inputs", shard_inputs),
+        ("gather_outputs", gather_outputs),
+        ("broadcast", broadcast),
+    ):
+        as_bool(name, value)
     if on_missing not in ("error", "gather"):
         raise ValueError(f"on_missing is {on_missing!r}, expected 'error' or 'gather'{on_rank()}")
     _check_module(module, mesh)

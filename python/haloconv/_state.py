@@ -39,6 +39,8 @@ def load_full_state_dict(model, sd, strict=True):
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, expected a torch.nn.Module{on_rank()}")
+    if not hasattr(sd, "items"):
+        raise TypeError(f"sd is a {type(sd).__name__}, expected a dict of tensors{on_rank()}")
     own = model.state_dict()
     placed = {}
     for key, value in sd.items():

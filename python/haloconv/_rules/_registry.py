@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _dtensor
+from .._check import name_rank
 from .._layout import report_failure
 from .._version import __version__
 from . import _memo, _missing
@@ -37,6 +38,7 @@ def _reporting(function):
             known = _memo.known(op, args, kwargs)
             return function(op, args, kwargs) if known is None else known[0]
         except Exception as error:
+            name_rank(error)
             report_failure(error, args)
             raise
 

@@ -122,6 +122,27 @@ static hc_code check_length(const hc_shape *shape, const hc_axis *axis, hc_inter
   return HC_OK;
 }
 
+/* What every rank must have alike for its messages to mean what their receiver takes them for: a hash (FNV-1a, by words)
+ * of the op, the tensor's dtype, the axis and what every rank reads. Lengths do not tell: ranks that disagree on the
+ * tensor's width, or on a stride, may well send as many bytes as is expected of them. */
+static int64_t signature_of(const hc_shape *shape, const hc_axis *axis, const hc_interval *extents,
+                            bool backwards, const char *op) {
+  const uint64_t prime = 1099511628211u;
+  uint64_t hash = 14695981039346656037u;
+  for (const char *letter = op; *letter != '\0'; ++letter) {
+    hash = (hash ^ (uint64_t)(unsigned char)*letter) * prime;
+  }
+  const int64_t numbers[] = {shape->dtype, axis->size, axis->world, axis->periodic, backwards};
+  for (size_t i = 0; i < sizeof numbers / sizeof *numbers; ++i) {
+    hash = (hash ^ (uint64_t)numbers[i]) * prime;
+  }
+  for (int64_t i = 0; i < axis->world; ++i) {
+    hash = (hash ^ (uint64_t)extents[i].begin) * prime;
+    hash = (hash ^ (uint64_t)extents[i].end) * prime;
+  }
+  return (int64_t)(hash >> 1); /* without a sign, to be read by a person */
+}
+
 /* ---- exchange ---- */
 
 hc_code hc_exchange_begin(AtenTensorHandle local, const hc_axis *axis, const hc_interval *extents,
@@ -142,7 +163,8 @@ hc_code hc_exchange_begin(AtenTensorHandle local, const hc_axis *axis, const hc_
     HC_TRY(pack(&shard, axis->dim, route->sends, route->nsends, false, route->owned.begin, &exchange->sends,
                 status));
     HC_TRY(hc_transport_post(axis->group, &exchange->shape, &exchange->sends, &exchange->recvs, op,
-                             &exchange->request, status));
+                             signature_of(&exchange->shape, axis, extents, false, op), &exchange->request,
+                             status));
   }
 done:
   return status->code;
@@ -371,7 +393,8 @@ hc_code hc_halo_reduce(AtenTensorHandle grad, bool consume, const hc_axis *axis,
     HC_TRY(allocate(&exchange.shape, axis->dim, route->sends, route->nsends, true, &exchange.recvs, status));
     HC_TRY(pack(&extent, axis->dim, route->recvs, route->nrecvs, true, 0, &exchange.sends, status));
     HC_TRY(hc_transport_post(axis->group, &exchange.shape, &exchange.sends, &exchange.recvs, op,
-                             &exchange.request, status));
+                             signature_of(&exchange.shape, axis, extents, true, op), &exchange.request,
+                             status));
   }
   hc_shape shard = exchange.shape;
   shard.sizes[axis->dim] = hc_length(route->owned);

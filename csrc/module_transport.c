@@ -177,7 +177,7 @@ static PyObject *fault_forgetful_exchange(PyObject *self, PyObject *args) {
   HC_TRY_TORCH(&status, aoti_torch_get_data_ptr(sends.items[0].buffer, &data));
   memset(data, (int)rank + 1, (size_t)bytes);
   HC_TRY(hc_tensor_share(recvs.items[0].buffer, &received, &status));
-  HC_TRY(hc_transport_post(group, &like, &sends, &recvs, "forgetful", &request, &status));
+  HC_TRY(hc_transport_post(group, &like, &sends, &recvs, "forgetful", 0, &request, &status));
   hc_messages_free(&sends);
   HC_TRY(hc_transport_wait(&request, &status));
   HC_TRY_TORCH(&status, aoti_torch_get_data_ptr(received, &data));

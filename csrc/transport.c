@@ -99,13 +99,14 @@ done:
 }
 
 hc_code hc_transport_post(const char *group, const hc_shape *like, const hc_messages *sends,
-                          const hc_messages *recvs, const char *op, hc_request *request, hc_status *status) {
+                          const hc_messages *recvs, const char *op, int64_t signature, hc_request *request,
+                          hc_status *status) {
   hc_comm *comm = NULL;
   HC_TRY(find_comm(group, like, &comm, status));
   if (comm != NULL) {
     HC_TRY(hc_nccl_post(comm, sends, recvs, op, &request->flight, status));
   } else {
-    HC_TRY(hc_c10d_post(group, sends, recvs, op, &request->ticket, status));
+    HC_TRY(hc_c10d_post(group, sends, recvs, op, signature, &request->ticket, status));
   }
 done:
   return status->code;

@@ -33,9 +33,9 @@ done:
 }
 
 hc_code hc_c10d_post(const char *group, const hc_messages *sends, const hc_messages *recvs, const char *op,
-                     int64_t *out, hc_status *status) {
-  /* _post(Tensor[] send, int[] to, Tensor[] recv, int[] source, int[] group, int[] op) -> int */
-  StableIValue stack[6] = {0, 0, 0, 0, 0, 0};
+                     int64_t signature, int64_t *out, hc_status *status) {
+  /* _post(Tensor[] send, int[] to, Tensor[] recv, int[] source, int[] group, int[] op, int signature) -> int */
+  StableIValue stack[7] = {0, 0, 0, 0, 0, 0, (StableIValue)signature};
   HC_TRY(box(sends, &stack[0], &stack[1], status));
   HC_TRY(box(recvs, &stack[2], &stack[3], status));
   HC_TRY(hc_stable_from_text(group, &stack[4], status));
@@ -43,7 +43,7 @@ hc_code hc_c10d_post(const char *group, const hc_messages *sends, const hc_messa
   HC_FAULT_POINT(status);
   const int32_t error = torch_call_dispatcher("haloconv::_post", "", stack, HC_TORCH_ABI_VERSION);
   const int64_t ticket = hc_stable_to_int(stack[0]);
-  for (int i = 0; i < 6; ++i) {
+  for (int i = 0; i < 7; ++i) {
     stack[i] = 0; /* taken over by the dispatcher */
   }
   HC_TRY(hc_check_torch(status, error, "haloconv::_post"));

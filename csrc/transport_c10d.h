@@ -5,7 +5,7 @@
 #include "transport.h"
 
 hc_code hc_c10d_post(const char *group, const hc_messages *sends, const hc_messages *recvs, const char *op,
-                     int64_t *out, hc_status *status);
+                     int64_t signature, int64_t *out, hc_status *status);
 hc_code hc_c10d_wait(int64_t ticket, hc_status *status);
 /* Closes the group's communicator too, if there is one. */
 void hc_c10d_report(const char *group, const char *message);

@@ -359,6 +359,31 @@ def test_case_15_one_bad_rank_is_every_ranks_error(how, world, bad):
     assert "rank" in messages[bad]
 
 
+def as_many_bytes(what):
+    """The ranks do not mean the same, but each sends as many bytes as the other expects."""
+    import haloconv
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh = mesh_of((2,))
+    mine = dist.get_rank() == 1
+    width = 34 if mine and what == "width" else 33  # 17 columns on the first rank both times
+    x = haloconv.distribute(torch.ones(1, 2, 4, width), mesh)
+    weight = distribute_tensor(torch.ones(2, 1, 3, 3), mesh)
+    with haloconv.rules():
+        if what == "op" and mine:
+            F.conv2d(x, weight, padding=1, groups=2)
+        elif what == "dtype":
+            F.max_pool2d(x.to(torch.bfloat16 if mine else torch.float16), 3, 1, 1)
+        else:
+            F.max_pool2d(x, 3, 1, 1)
+
+
+@pytest.mark.parametrize("what", ["width", "op", "dtype"])
+def test_messages_of_the_right_length_are_not_taken_for_what_they_are_not(what):
+    """Fails when ranks that disagree on a size, an op or a dtype get values that are wrong without a word."""
+    raises_on_every_rank(2, as_many_bytes, what, kinds=KINDS, match="disagree|reported", usable=False)
+
+
 def uneven_shards_of_a_padded_conv():
     import haloconv
     from torch.distributed.tensor import Shard, distribute_tensor

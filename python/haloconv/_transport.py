@@ -5,7 +5,8 @@ has been received, ``_report`` tells the group that this rank failed. Their bodi
 ``torch.distributed.batch_isend_irecv`` and some bookkeeping:
 
 * Every rank of a group counts its exchanges, also those in which it has no message. Each message on the CPU starts
-  with that number and its length, so a message that is out of step is an error and never a wrong halo.
+  with that number, its length and the exchange's signature (csrc/halo.c), so a message that is out of step, or meant
+  for another width or window, is an error and never a wrong halo.
 * A rank that fails sends each other rank a *report*, a header alone. Whoever then waits for that rank raises at once
   instead of waiting for ever, and reports in turn, until all of the group know. A failure also ends the group's
   *epoch*: counting restarts, under another tag, so that nothing left over from before can be taken for a halo. Ranks
@@ -42,7 +43,9 @@ _MAX_UNPROVEN_SENDS = 64  # per peer, before a send is waited for after all
 
 _library = torch.library.Library("haloconv", "FRAGMENT")
 # Text comes as a list of bytes: see hc_stable_from_text in csrc/stable.h.
-_library.define("_post(Tensor[] send, int[] to, Tensor[] recv, int[] source, int[] group, int[] op) -> int")
+_library.define(
+    "_post(Tensor[] send, int[] to, Tensor[] recv, int[] source, int[] group, int[] op, int signature) -> int"
+)
 _library.define("_wait(int ticket) -> ()")
 _library.define("_report(int[] group, int[] message) -> ()")
 _library.define("_connect(int[] group, int device) -> int")
@@ -111,7 +114,7 @@ class _Channel:
 
 # targets: where what was received in host memory goes to on a device, or None.
 _Ticket = collections.namedtuple(
-    "_Ticket", "channel epoch exchange op checked works recvs peers sends targets"
+    "_Ticket", "channel epoch exchange op signature checked works recvs peers sends targets"
 )
 
 statistics = _Statistics()
@@ -135,7 +138,8 @@ def _channel(group_name):
 
 
 def _header(buffer):
-    return (ctypes.c_int64 * 2).from_address(buffer.data_ptr())
+    """[exchange, length, what the C core marks, signature]."""
+    return (ctypes.c_int64 * 4).from_address(buffer.data_ptr())
 
 
 def _chunks(buffer, cut, receives=False):
@@ -164,7 +168,7 @@ def _start(channel, receives, sends, on_cpu):
     return dist.batch_isend_irecv(operations) if operations else []
 
 
-def _post(send, to, recv, source, group_name, op):
+def _post(send, to, recv, source, group_name, op, signature):
     started = time.perf_counter()
     with _lock:
         channel = _channel(group_name)
@@ -178,7 +182,9 @@ def _post(send, to, recv, source, group_name, op):
             on_cpu = all(buffer.is_cpu for buffer in buffers)
         if on_cpu:
             for buffer in send:
-                _header(buffer)[:] = (exchange, buffer.numel())
+                header = _header(buffer)
+                header[:2] = (exchange, buffer.numel())
+                header[3] = signature
         receives = [
             (chunk, peer) for b, peer in zip(recv, source) for chunk in _chunks(b, on_cpu, receives=True)
         ]
@@ -190,7 +196,7 @@ def _post(send, to, recv, source, group_name, op):
             works = works[: len(receives)]
         ticket = next(_ticket_numbers)
         _tickets[ticket] = _Ticket(
-            channel, channel.epoch, exchange, op, on_cpu, works, recv, source, send, targets
+            channel, channel.epoch, exchange, op, signature, on_cpu, works, recv, source, send, targets
         )
         statistics.add(
             op,
@@ -230,7 +236,7 @@ def _wait(ticket_number):
 
 
 def _check_header(ticket, buffer, peer):
-    exchange, length = _header(buffer)
+    exchange, length, _, signature = _header(buffer)
     if exchange == _REPORT:
         raise RuntimeError(f"rank {peer} reported: {_reported(ticket.channel, peer)}")
     if exchange != ticket.exchange:
@@ -239,6 +245,11 @@ def _check_header(ticket, buffer, peer):
         raise RuntimeError(
             f"rank {peer} sent {length} bytes, expected {buffer.numel()}: the ranks disagree on a shape, a dtype or "
             "a window"
+        )
+    if signature != ticket.signature:
+        raise RuntimeError(
+            f"rank {peer} sent the {length} bytes that were expected, but as part of another operation: the ranks "
+            "disagree on an op, the tensor's size, its dtype or a window"
         )
 
 
@@ -287,7 +298,7 @@ def report(group_name, message):
         for peer in range(dist.get_world_size(group)):
             if peer != rank and channel.is_gloo:
                 buffer = torch.empty(HEADER_BYTES, dtype=torch.uint8)
-                _header(buffer)[:] = (_REPORT, HEADER_BYTES)
+                _header(buffer)[:2] = (_REPORT, HEADER_BYTES)
                 work = dist.isend(buffer, group=group, group_dst=peer, tag=tag)
                 channel.reports[peer].append((epoch, work, buffer))
     except Exception as error:
@@ -316,8 +327,8 @@ def _text(codes):
     return bytes(codes).decode(errors="replace")
 
 
-def _post_op(send, to, recv, source, group, op):
-    return _post(send, to, recv, source, _text(group), _text(op))
+def _post_op(send, to, recv, source, group, op, signature):
+    return _post(send, to, recv, source, _text(group), _text(op), signature)
 
 
 def _report_op(group, message):

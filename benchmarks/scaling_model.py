@@ -18,9 +18,11 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import gc
 import itertools
 import json
 import math
+import statistics
 import time
 from collections import defaultdict
 from dataclasses import replace
@@ -116,62 +118,68 @@ def clocks(clock):
     return time.process_time, time.thread_time
 
 
-def calibrate(works, rounds, clock, bench):
-    """Rates by way and class, host seconds of an op by way, of what it takes to be split. `works`: see `counted`."""
+def measure(cases, rounds, clock):
+    """Runs all, which take turns, so that a machine whose speed drifts is as fast for what calibrates as for what is
+    predicted.
+
+    Returns:
+        case -> (processor seconds, wall seconds) of each step, and case -> points of each counted step, of
+        calibrations on one rank. Of what ranks do together, the slowest counts.
+    """
     alone, both = own_mesh(), DeviceMesh("cpu", torch.arange(world()))
     step_clock, op_clock = clocks(clock)
-    runs = {}
-    for case in CALIBRATION:
-        for way in ("one card", "haloconv") if case.ranks == 1 else ("haloconv",):
-            runs[way, case] = program(replace(case, way=way), alone if case.ranks == 1 else both, rank())
-            runs[way, case].step()
-    steps, rounds_of = defaultdict(list), defaultdict(list)
+    runs = {case: program(case, alone if case.ranks == 1 else both, rank()) for case in cases}
+    for run in runs.values():
+        run.step()
+    steps, points = defaultdict(list), defaultdict(list)
     quiet()
     for _ in range(rounds):
-        for (way, case), run in runs.items():
+        for case, run in runs.items():
             dist.barrier()
-            begin = step_clock()
+            begin, wall = step_clock(), time.perf_counter()
             run.step()
-            steps[way, case].append(step_clock() - begin)
-            if case.ranks == 1:
+            found = torch.tensor([step_clock() - begin, time.perf_counter() - wall], dtype=torch.float64)
+            if case.ranks > 1:
+                dist.all_reduce(found, op=dist.ReduceOp.MAX)
+            steps[case].append(found.tolist())
+            if cases[case]:
+                dist.barrier()
                 counter = Counter(op_clock)
                 with counter:
                     run.step()
-                rounds_of[way, case].append(counter.points)
-    calibration = {"rates": {}, "host": {}, **messages(rounds, step_clock)}
-    if rank() != 0:  # the first predicts
-        return calibration
+                points[case].append(counter.points)
+    gc.unfreeze()
+    return steps, points
+
+
+def calibrate(works, steps, points, links):
+    """Rates by way and class, host seconds by way, of what it takes to be split, from runs that `measure` measured.
+
+    Args:
+        works: see `counted`, of the calibration's cases.
+        steps, points: see `measure`.
+        links: see `messages`.
+    """
+    calibration = {"rates": {}, "host": {}, **links}
     for way in ("one card", "haloconv"):
-        points, rest = defaultdict(list), []
-        for key in (key for key in rounds_of if key[0] == way):
-            own = quartiles(rounds_of[key])
-            for name, *point in own:
-                points[name].append((1, *point))
-            rest.append(
-                (len(own), 0.0, 0.0, max(0.0, quartile(steps[key]) - sum(point[-1] for point in own)))
-            )
-        points[OTHER] = [point for name, values in points.items() if "::" in name for point in values]
-        calibration["rates"][way] = {name: Rate(values) for name, values in points.items()}
+        by_class, rest = defaultdict(list), []
+        for case in (case for case in points if case.way == way):
+            ops = typical(points[case])
+            for name, *point in ops:
+                by_class[name].append((1, *point))
+            left = low([step[0] for step in steps[case]]) - sum(op[-1] for op in ops)
+            rest.append((len(ops), dtensor_calls(works[case][0]), 0.0, max(0.0, left)))
+        by_class[OTHER] = [point for name, values in by_class.items() if "::" in name for point in values]
+        calibration["rates"][way] = {name: Rate(values) for name, values in by_class.items()}
         calibration["host"][way] = Rate(rest)  # of an op, and of one on DTensors around it
+    calibration["split"] = Rate([(1, 1.0, 0.0, 0.0)])
     split = []
-    for (way, case), values in steps.items():
-        if case.ranks > 1:
-            strip, whole = works[case]
-            parts = predict(
-                strip, whole, {**calibration, "split": Rate([(1, 0.0, 0.0, 0.0)])}, way, case.ranks
-            )
-            exchanges, _, _ = whole.exchanges(case.ranks)
-            norms = 2 * whole.norms
-            split.append((exchanges - norms, norms, 0.0, max(0.0, quartile(values) - sum(parts.values()))))
+    for case in (case for case in works if case.ranks > 1):
+        strip, whole = works[case]
+        left = low([step[0] for step in steps[case]]) - sum(predict(strip, whole, calibration, case).values())
+        exchanges, _, _ = whole.exchanges(case.ranks)
+        split.append((exchanges - 2 * whole.norms, 2 * whole.norms, 0.0, max(0.0, left)))
     calibration["split"] = Rate(split)
-    for (way, case), values in steps.items():
-        own = replace(case, way=way)
-        total, actual = sum(predict(*works[own], calibration, way, case.ranks).values()), quartile(values)
-        bench.add(
-            part="calibration", **{**own.as_row(), "name": f"{own.name}, calibration"}, measured="cpu",
-            step_ms=1e3 * actual, predicted=1e3 * total, actual=1e3 * actual, deviation=total / actual - 1,
-            unit=f"ms ({clock})",
-        )  # fmt: skip
     return calibration
 
 
@@ -179,13 +187,18 @@ def dtensor_calls(work):
     return work.calls.get(WRAPPED, 0.0)
 
 
-def quartiles(rounds):
-    """One step's ops from several: the same ops in the same order, each with the lower quartile of its times."""
-    found = []
-    for ops in zip(*rounds, strict=True):
-        (what,) = {op[:3] for op in ops}
-        found.append((*what, quartile([op[3] for op in ops])))
-    return found
+def typical(rounds):
+    """One step's ops from several, which have the same in the same order: each its median share of the whole, and the
+    whole a low one of theirs."""
+    whole = low([sum(op[3] for op in ops) for ops in rounds])
+    shares = []
+    for same in zip(*rounds, strict=True):
+        (what,) = {op[:3] for op in same}
+        shares.append(
+            (what, statistics.median(op[3] / sum(o[3] for o in ops) for op, ops in zip(same, rounds)))
+        )
+    total = sum(share for _, share in shares)
+    return [(*what, whole * share / total) for what, share in shares]
 
 
 def messages(rounds, clock):
@@ -208,16 +221,14 @@ def messages(rounds, clock):
             taken[key].append((clock() - begin) / 4)
     result = {}
     for kind in ("exchange", "all_reduce"):
-        result[kind] = Rate(
-            [(1, 0.0, size, quartile(taken[kind, size][2:])) for k, size in calls if k == kind]
-        )
+        result[kind] = Rate([(1, 0.0, size, low(taken[kind, size][2:])) for k, size in calls if k == kind])
     return result
 
 
-def quartile(values):
-    """The lower one: what others on the machine add, only adds."""
+def low(values):
+    """The lowest but an eighth: what others on the machine add, only adds."""
     ordered = sorted(values)
-    return ordered[(len(ordered) - 1) // 4]
+    return ordered[(len(ordered) - 1) // 8]
 
 
 def own_mesh():
@@ -227,9 +238,9 @@ def own_mesh():
 # ---- prediction ----
 
 
-def predict(work, whole, calibration, way, ranks):
+def predict(work, whole, calibration, case):
     """Seconds of a step by part. `work`: of a rank's strip; `whole`: of the unsplit image, whose windows are split."""
-    rates, host = calibration["rates"][way], calibration["host"][way]
+    rates, host, ranks = calibration["rates"][case.way], calibration["host"][case.way], case.ranks
     share = whole.boundary(ranks)
     wrapped = dtensor_calls(work)
     parts = {
@@ -259,33 +270,27 @@ def counted(case):
     return strip, count(replace(case, way="one card"))
 
 
-def held_out(bench, works, calibration, rounds, clock):
-    """Measures the held-out runs, which take turns, and adds predicted beside measured."""
-    step_clock, _ = clocks(clock)
-    alone, both = own_mesh(), DeviceMesh("cpu", torch.arange(world()))
-    runs = [program(case, both if case.ranks > 1 else alone, rank()) for case in works]
-    taken = [[] for _ in runs]
-    quiet()
-    for number in range(1 + rounds):
-        for run, values in zip(runs, taken):
-            dist.barrier()
-            begin, wall = step_clock(), time.perf_counter()
-            run.step()
-            found = torch.tensor([step_clock() - begin, time.perf_counter() - wall], dtype=torch.float64)
-            dist.all_reduce(found, op=dist.ReduceOp.MAX)
-            if number >= 1:
-                values.append(found.tolist())
-    for (case, found), values in zip(works.items(), taken):
-        if found is None:
-            continue
-        strip, whole = found
-        parts = predict(strip, whole, calibration, case.way, case.ranks)
+def runs(bench, known, wanted, rounds, clock):
+    """Measures, calibrates with `known`, and adds predicted beside measured for `known` and `wanted`."""
+    works = {
+        case: counted(case) if rank() == 0 else None for case in {**known, **wanted}
+    }  # the first rank predicts
+    dist.init_process_group("gloo")
+    links = messages(rounds, clocks(clock)[0])
+    steps, points = measure({**known, **wanted}, rounds, clock)
+    dist.destroy_process_group()
+    if rank() != 0:
+        return
+    calibration = calibrate({case: works[case] for case in known}, steps, points, links)
+    for case, (strip, whole) in works.items():
+        parts = predict(strip, whole, calibration, case)
         total = sum(parts.values())
-        actual, wall = (quartile(column) for column in zip(*values))
+        actual, wall = (low(column) for column in zip(*steps[case]))
         bench.add(
-            part="held out", **case.as_row(), measured="cpu", step_ms=1e3 * actual, predicted=1e3 * total,
-            actual=1e3 * actual, deviation=total / actual - 1, unit=f"ms ({clock})", wall_ms=1e3 * wall,
-            boundary=whole.boundary(case.ranks), **{f"{name}_share": value / total for name, value in parts.items()},
+            part="calibration" if case in known else "held out", **case.as_row(), measured="cpu", step_ms=1e3 * actual,
+            predicted=1e3 * total, actual=1e3 * actual, deviation=total / actual - 1, unit=f"ms ({clock})",
+            wall_ms=1e3 * wall, boundary=whole.boundary(case.ranks),
+            **{f"{name}_share": value / total for name, value in parts.items()},
         )  # fmt: skip
 
 
@@ -345,21 +350,19 @@ def main():
     bench = Benchmark("scaling_model", __doc__, COLUMNS)
     add = bench.parser.add_argument
     add("--clock", choices=["processor", "wall"], default="processor")
-    add("--rounds", type=int, default=8)
+    add("--rounds", type=int, default=16)
     args = bench.parse()
     rounds = 1 if args.fast else args.rounds
     results = Path(__file__).resolve().parent / "results"
     wanted = HELD_OUT[1:2] if args.fast else HELD_OUT
-    works = {}  # rank 0's, which predicts; the others only run
-    if world() == 2:
-        ways = [replace(case, way=way) for case in CALIBRATION for way in ("one card", "haloconv")]
-        works = {case: counted(case) if rank() == 0 else None for case in [*wanted, *ways]}
+    known = {}  # case -> whether its ops are timed, too
+    for case in CALIBRATION:
+        if not args.fast or case.model == "convnext_atto":
+            ways = ("one card", "haloconv") if case.ranks == 1 else ("haloconv",)
+            known |= {replace(case, way=way): case.ranks == 1 for way in ways}
     model = "convnext_tiny" if args.fast else "convnext_xlarge"
     if world() == 2:
-        dist.init_process_group("gloo")
-        calibration = calibrate(works, rounds, args.clock, bench)
-        held_out(bench, {case: works[case] for case in wanted}, calibration, rounds, args.clock)
-        dist.destroy_process_group()
+        runs(bench, known, dict.fromkeys(wanted, False), rounds, args.clock)
     bench.save()
     if rank() == 0:
         memory(bench, results / "memory_table_cpu.json", 2 if args.fast else None)

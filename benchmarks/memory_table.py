@@ -208,16 +208,20 @@ def measure_fake(bench, cases, kept):
             advance(case.name)
 
 
-def measure_real(bench, cases, device, rounds, compare):
-    """Real ranks; with `compare` beside fake tensors. Cases that have as many ranks take turns when they are timed."""
+def measure_real(bench, cases, device, rounds, compare, kept):
+    """Real ranks; with `compare` beside fake tensors. Cases that have as many ranks take turns when they are timed.
+    `kept`: key -> columns that are known."""
     with bench.progress(len(cases)) as advance:
         groups = {}
         for case in cases:
             groups.setdefault((case.model, case.ranks), []).append(case)
         for group in groups.values():
-            for case, columns in zip(group, memory_measure.measured(group, device, rounds)):
+            missing = [case for case in group if key_of(case.as_row()) not in kept]
+            found = iter(memory_measure.measured(missing, device, rounds) if missing else ())
+            for case in group:
+                columns = kept.get(key_of(case.as_row())) or next(found)
                 if compare:
-                    columns["fake_gib"] = memory_measure.fake(case)["peak_gib"]
+                    columns["fake_gib"] = columns.get("fake_gib") or memory_measure.fake(case)["peak_gib"]
                     columns["fake_ratio"] = columns["fake_gib"] / columns["peak_gib"]
                 bench.add(measured=device, **case.as_row(), **columns)
                 bench.save()
@@ -269,13 +273,14 @@ def main(argv=None):
         measure_fake(bench, [(one, None), (split, None)], {})
         base = Case(model=model, input=shape, optimizer="adam")
         real = [base, replace(base, way="haloconv", ranks=2)]
-        measure_real(bench, real, "cpu", 0, compare=True)
+        measure_real(bench, real, "cpu", 0, True, {})
     elif args.measure == "fake":
         cases = [(case, None) for case in wanted] if wanted else NAMED
         measure_fake(bench, cases, _kept(args.json) if args.keep else {})
     else:
         cases = wanted or fitting(FITTING)
-        measure_real(bench, cases, args.measure, args.rounds, compare=wanted is None)
+        kept = _kept(args.json) if args.keep and not args.rounds else {}  # times of one run only
+        measure_real(bench, cases, args.measure, args.rounds, wanted is None, kept)
     related(bench.rows)
     found = checks(bench.rows)
     bench.finish(SHOWN, plot=plot(bench.rows))
@@ -290,7 +295,8 @@ def _kept(path):
         return {}
     kept = {}
     for row in json.loads(Path(path).read_text())["rows"]:
-        names = [name for name in row if (name.endswith("_gib") or name == "flops") and row[name] is not None]
+        names = [name for name in row if name.endswith("_gib") or name in ("flops", "loss")]
+        names = [name for name in names if row[name] is not None]
         kept[key_of(row)] = {name: row[name] for name in names}
     return kept
 

@@ -111,6 +111,19 @@ class Rate:
         return sum(factor * x for factor, x in zip(self.factors, (calls, flops, moved)))
 
 
+class Host:
+    """seconds = ops · a + ops on DTensors · b, of what is left of steps when the ops' own times are taken away. Either
+    may be negative: what timing an op takes is in the op's time."""
+
+    def __init__(self, points):
+        """points: (ops, ops on DTensors, seconds)."""
+        table = torch.tensor(points, dtype=torch.float64)
+        self.factors = torch.linalg.lstsq(table[:, :2], table[:, 2:], driver="gelsd").solution[:, 0].tolist()
+
+    def __call__(self, ops, wrapped):
+        return self.factors[0] * ops + self.factors[1] * wrapped
+
+
 def clocks(clock):
     """(seconds of a step, of an op): an op runs on one thread."""
     if clock == "wall":
@@ -168,10 +181,10 @@ def calibrate(works, steps, points, links):
             for name, *point in ops:
                 by_class[name].append((1, *point))
             left = low([step[0] for step in steps[case]]) - sum(op[-1] for op in ops)
-            rest.append((len(ops), dtensor_calls(works[case][0]), 0.0, max(0.0, left)))
+            rest.append((len(ops), dtensor_calls(works[case][0]), left))
         by_class[OTHER] = [point for name, values in by_class.items() if "::" in name for point in values]
         calibration["rates"][way] = {name: Rate(values) for name, values in by_class.items()}
-        calibration["host"][way] = Rate(rest)  # of an op, and of one on DTensors around it
+        calibration["host"][way] = Host(rest)
     calibration["split"] = Rate([(1, 1.0, 0.0, 0.0)])
     split = []
     for case in (case for case in works if case.ranks > 1):
@@ -244,7 +257,7 @@ def predict(work, whole, calibration, case):
     share = whole.boundary(ranks)
     wrapped = dtensor_calls(work)
     parts = {
-        "compute": host(sum(work.calls.values()) - wrapped, wrapped, 0.0),
+        "compute": host(sum(work.calls.values()) - wrapped, wrapped),
         "exchange": 0.0,
         "reduction": 0.0,
     }

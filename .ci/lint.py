@@ -59,7 +59,7 @@ def run(*command):
 
 
 def each(function, items):
-    """What is wrong with the items, in their order, looked at on every core: the last two checks compile each source."""
+    """What is wrong with the items, in their order, looked at on every core: the last checks compile each source."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return "".join(filter(None, pool.map(function, items))) or None
 

@@ -18,6 +18,7 @@ from . import (  # noqa: F401  they register themselves
     resizing,
     strides,
     unfolding,
+    viewing,
 )
 from ._missing import MARK, add_policy
 from ._registry import disable_rules, enable_rules, layer_rules, rules, rules_enabled, tag_caches

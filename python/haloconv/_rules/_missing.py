@@ -42,6 +42,7 @@ _ELEMENTWISE = {
 }
 
 _elementwise = None  # the rule for elementwise ops, once it is there: see set_elementwise
+_last_resorts = {}  # op -> a rule for what torch has no sharded form for: see last_resort
 _parallelized = weakref.WeakSet()  # of the same
 _warned = set()
 
@@ -67,6 +68,16 @@ def set_elementwise(rule):
     _elementwise = rule
 
 
+def last_resort(*ops):
+    """Registers a rule that is asked where torch has no sharded form. It may have none either, and return None."""
+
+    def register(function):
+        _last_resorts.update(dict.fromkeys(ops, function))
+        return function
+
+    return register
+
+
 def _decide(propagate, op, args, kwargs):
     """In place of torch's propagation: its result, or that of the whole op."""
     try:
@@ -76,6 +87,9 @@ def _decide(propagate, op, args, kwargs):
         if unknown and not any(map(is_sharded, tree_leaves((args, kwargs)))):
             return _on_whole_tensors(op, args, kwargs)  # every rank has all of it
         if not any(_is_activation(x) for x in tree_leaves((args, kwargs))):
+            result = _last_resorts[op](op, args, kwargs) if op in _last_resorts else None
+            if result is not None:  # a view of a flattened activation, as one
+                return result
             raise
         return _without_sharded_form(op, args, kwargs, error)
     moves = any(
@@ -145,6 +159,10 @@ def _without_sharded_form(op, args, kwargs, cause):
         return op.decompose(*args, **kwargs)  # undecomposed under inference_mode: its parts may have one
     if _elementwise is not None and (torch.Tag.pointwise in op.tags or op in _ELEMENTWISE):
         return _elementwise(op, args, kwargs)  # torch wants no dim split over more ranks than it has elements
+    if op in _last_resorts:
+        result = _last_resorts[op](op, args, kwargs)
+        if result is not None:
+            return result
     x = next(x for x in tree_leaves((args, kwargs)) if is_sharded(x))
     modules = _modules_on_the_stack()
     if _policy(x.device_mesh, modules) == "gather" and torch.Tag.nondeterministic_seeded not in op.tags:

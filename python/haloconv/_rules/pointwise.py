@@ -187,3 +187,36 @@ def _glu_backward(op, args, kwargs):
         gates = gates.sigmoid()
         return torch.cat([grad * gates, grad * values * gates * (1 - gates)], dim)
     return wrap_as(op(local_of(grad), local_of(x), dim), x.device_mesh, x.placements, x.shape)
+
+
+# ---- x[mask] = value ----
+
+
+def _indexes_shards(x, indices):
+    """Whether some index is one of a dim that has shards. A mask takes as many dims as it has."""
+    dim, axes = 0, axes_of(x)
+    for index in indices:
+        taken = index.dim() if index is not None and index.dtype in (torch.bool, torch.uint8) else 1
+        if index is not None and any(at in axes for at in range(dim, dim + taken)):
+            return True
+        dim += taken
+    return False
+
+
+@rule(aten.index_put.default, aten.index_put_.default)
+def _put_where(op, args, kwargs):
+    """One value where a mask of the first dims says so is elementwise; torch writes it as an indexed write."""
+    a = bound(op, args, kwargs)
+    x, indices, value = a["self"], a["indices"], a["values"]
+    if not is_sharded(x):
+        return torchs_own(op, args, kwargs)
+    mask = indices[0]
+    is_mask = len(indices) == 1 and mask is not None and mask.dtype is torch.bool
+    if not is_mask or mask.shape != x.shape[: mask.dim()] or value.numel() != 1 or a["accumulate"]:
+        if _indexes_shards(x, indices):
+            return _missing._without_sharded_form(op, args, kwargs, None)
+        return torchs_own(op, args, kwargs)
+    mask = mask.reshape(*mask.shape, *[1] * (x.dim() - mask.dim())) if mask.dim() < x.dim() else mask
+    value = local_of(settled(value)) if isinstance(value, DTensor) else value
+    value = value.reshape(()).to(x.dtype)
+    return x.masked_fill_(mask, value) if op is aten.index_put_.default else x.masked_fill(mask, value)

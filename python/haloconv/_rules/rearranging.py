@@ -586,9 +586,15 @@ def _repeat(op, args, kwargs):
     a = bound(op, args, kwargs)
     x, repeats = a["self"], list(a["repeats"])
     more = len(repeats) - x.dim()
-    if not is_sharded(x) or more < 0 or any(repeats[more + dim] != 1 for dim in axes_of(x)):
+    if not is_sharded(x) or more < 0:
         return torchs_own(op, args, kwargs)
     x = settled(x)
+    for dim in axes_of(x):
+        if repeats[more + dim] > 1:
+            x = _joined([x] * repeats[more + dim], dim)
+            repeats[more + dim] = 1
+        elif repeats[more + dim] == 0:
+            return torchs_own(op, args, kwargs)
     placements = [Shard(p.dim % x.dim() + more) if p.is_shard() else p for p in x.placements]
     shape = [count * size for count, size in zip(repeats, [1] * more + list(x.shape))]
     return wrap_as(op(local_of(x), repeats), x.device_mesh, placements, shape)

@@ -536,15 +536,27 @@ def _own_bounds(mesh, mesh_dim, size):
     return _ops.shard_bounds(size, mesh.size(mesh_dim), mesh.get_coordinate()[mesh_dim])
 
 
+def _whole_where_it_grows(x, shape):
+    """The one column of a sharded dim that is to be expanded, on every rank."""
+    if not is_sharded(x) or len(shape) != x.dim():
+        return x
+    placements = [
+        Replicate() if is_exactly_shard(p) and x.shape[p.dim] == 1 and shape[p.dim % x.dim()] != 1 else p
+        for p in x.placements
+    ]
+    return x if placements == list(x.placements) else x.redistribute(placements=placements)
+
+
 @rule(aten.expand.default)
 def _expand(op, args, kwargs):
     """Any sharding of an expanded tensor is right, and costs nothing: the remembered one fits what comes next."""
     x, size = args[:2]
     new = len(size) - x.dim()
     shape = [x.shape[dim - new] if length == -1 else length for dim, length in enumerate(size)]
+    x = _whole_where_it_grows(x, shape[new:])
     placements = _grown_placements(x, shape) if new >= 0 else None
     if placements is None:
-        return torchs_own(op, args, kwargs)
+        return torchs_own(op, (x, *args[1:]), kwargs)
     x, mesh = settled(x), x.device_mesh
     local = local_of(x)
     local_shape = list(shape)

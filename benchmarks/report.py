@@ -27,8 +27,8 @@ from timeline import draw as draw_timeline
 HERE = Path(__file__).resolve().parent
 COUNTED = ["memory_table", "memory_table_cpu"]
 RUNS = {
-    "speed_table": ["--rounds", "6"],
-    "scaling_model": ["--rounds", "6"],
+    "speed_table": [],
+    "scaling_model": [],
     "timeline": [],
 }
 

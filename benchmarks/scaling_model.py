@@ -68,7 +68,9 @@ def _case(model, width, ranks=1, batch=4, height=64):
 # MLPs are 1×1 convolutions, tiny's matrix products.
 CALIBRATION = [_case("convnext_atto", 128), _case("convnext_atto", 320), _case("resnet10t", 256)]
 CALIBRATION += [_case("convnext_tiny/2", 128)]
-CALIBRATION += [_case("convnext_atto", 256, ranks=2), _case("resnet10t", 256, ranks=2)]
+CALIBRATION += [_case("convnext_atto", 256, ranks=2), _case("convnext_atto", 384, ranks=2)]
+CALIBRATION += [_case("resnet10t", 256, ranks=2), _case("convnext_tiny/2", 256, ranks=2)]
+CALIBRATION += [replace(_case("convnext_atto", 128), checkpointing="block")]
 # Fixed before anything was calibrated.
 HELD_OUT = [
     _case("convnext_atto", 224),
@@ -166,7 +168,7 @@ def measure(cases, rounds, clock):
 
 
 def calibrate(works, steps, points, links):
-    """Rates by way and class, host seconds by way, of what it takes to be split, from runs that `measure` measured.
+    """Rates by way and class, host seconds by way, of recomputing and of being split, from runs that `measure` measured.
 
     Args:
         works: see `counted`, of the calibration's cases.
@@ -180,20 +182,46 @@ def calibrate(works, steps, points, links):
             ops = typical(points[case])
             for name, *point in ops:
                 by_class[name].append((1, *point))
-            left = low([step[0] for step in steps[case]]) - sum(op[-1] for op in ops)
-            rest.append((len(ops), dtensor_calls(works[case][0]), left))
+            beside = low([step[0] for step in steps[case]]) - sum(op[-1] for op in ops)
+            rest.append((len(ops), dtensor_calls(works[case][0]), beside))
         by_class[OTHER] = [point for name, values in by_class.items() if "::" in name for point in values]
         calibration["rates"][way] = {name: Rate(values) for name, values in by_class.items()}
         calibration["host"][way] = Host(rest)
-    calibration["split"] = Rate([(1, 1.0, 0.0, 0.0)])
+
+    def left(case):
+        strip, whole = works[case]
+        return low([step[0] for step in steps[case]]) - sum(predict(strip, whole, calibration, case).values())
+
+    calibration |= {"recomputing": {}, "split": free}
+    for way in calibration["rates"]:
+        costs = [
+            (recomputed(case, works[case][0]), 0.0, 0.0, max(0.0, left(case)))
+            for case in works
+            if case.way == way and case.ranks == 1 and case.checkpointing != "none"
+        ]
+        if costs:
+            calibration["recomputing"][way] = Rate(costs)
     split = []
     for case in (case for case in works if case.ranks > 1):
-        strip, whole = works[case]
-        left = low([step[0] for step in steps[case]]) - sum(predict(strip, whole, calibration, case).values())
-        exchanges, _, _ = whole.exchanges(case.ranks)
-        split.append((exchanges - 2 * whole.norms, 2 * whole.norms, 0.0, max(0.0, left)))
+        split.append((*split_calls(*works[case], case.ranks), max(0.0, left(case))))
     calibration["split"] = Rate(split)
     return calibration
+
+
+def free(*counts):
+    return 0.0
+
+
+def recomputed(case, work):
+    """Ops that are there because of recomputation."""
+    plain, _ = counted(replace(case, checkpointing="none"))
+    return sum(work.calls.values()) - sum(plain.calls.values())
+
+
+def split_calls(strip, whole, ranks):
+    """Exchanges of columns, exchanges of norms' statistics, ops on DTensors."""
+    exchanges, _, _ = whole.exchanges(ranks)
+    return exchanges - 2 * whole.norms, 2 * whole.norms, dtensor_calls(strip)
 
 
 def dtensor_calls(work):
@@ -267,11 +295,13 @@ def predict(work, whole, calibration, case):
         seconds = rates.get(name, rates[OTHER])(calls, work.flops_of[name], work.bytes_of[name])
         widened = 1 + share if name.startswith(("dense", "depthwise", "grouped")) else 1.0
         parts["compute"] += seconds * widened
+    if case.checkpointing != "none":
+        again = calibration["recomputing"].get(case.way, free)
+        parts["compute"] += again(recomputed(case, work), 0.0, 0.0)
     if ranks > 1:
-        exchanges, _, sent = whole.exchanges(ranks)
-        norms = 2 * whole.norms
+        _, _, sent = whole.exchanges(ranks)
         bandwidth = calibration["exchange"].factors[2]
-        parts["exchange"] = calibration["split"](exchanges - norms, norms, 0.0) + bandwidth * sent
+        parts["exchange"] = calibration["split"](*split_calls(work, whole, ranks)) + bandwidth * sent
         parts["reduction"] = calibration["all_reduce"](whole.buckets(), 0.0, whole.parameter_bytes)
     return parts
 
@@ -370,9 +400,11 @@ def main():
     wanted = HELD_OUT[1:2] if args.fast else HELD_OUT
     known = {}  # case -> whether its ops are timed, too
     for case in CALIBRATION:
-        if not args.fast or case.model == "convnext_atto":
-            ways = ("one card", "haloconv") if case.ranks == 1 else ("haloconv",)
-            known |= {replace(case, way=way): case.ranks == 1 for way in ways}
+        if args.fast and case not in (CALIBRATION[0], CALIBRATION[4]):
+            continue
+        ways = ("one card", "haloconv") if case.ranks == 1 else ("haloconv",)
+        timed = case.ranks == 1 and case.checkpointing == "none"
+        known |= {replace(case, way=way): timed for way in ways}
     model = "convnext_tiny" if args.fast else "convnext_xlarge"
     if world() == 2:
         runs(bench, known, dict.fromkeys(wanted, False), rounds, args.clock)

@@ -168,7 +168,7 @@ def measure(cases, rounds, clock):
 
 
 def calibrate(works, steps, points, links):
-    """Rates by way and class, host seconds by way, of recomputing and of being split, from runs that `measure` measured.
+    """Rates by way and class, host seconds by way, of recomputing and of being split, from what `measure` gives.
 
     Args:
         works: see `counted`, of the calibration's cases.

@@ -442,10 +442,6 @@ def picked(x):
     x.index_select(3, shard(index, x.device_mesh, (Replicate(),)))
 
 
-def repeated(x):
-    x.repeat(1, 1, 1, 2)
-
-
-@pytest.mark.parametrize("function", [flattened, every_column, picked, repeated])
+@pytest.mark.parametrize("function", [flattened, every_column, picked])
 def test_without_a_sharded_form(function):
     raises_on_every_rank(2, bad, function, kinds=("RuntimeError",), match="has no sharded form")

@@ -169,6 +169,29 @@ static uint16_t to_float16(float value) {
 
 static uint16_t plus_float16(uint16_t a, uint16_t b) { return to_float16(from_float16(a) + from_float16(b)); }
 
+bool hc_element_from(double number, hc_element element, void *bytes) {
+  const float single = (float)number; /* 16-bit numbers are rounded twice, as ATen does it */
+  uint16_t half = 0;
+  switch (element) {
+  case HC_ELEMENT_FLOAT64:
+    memcpy(bytes, &number, sizeof number);
+    return true;
+  case HC_ELEMENT_FLOAT32:
+    memcpy(bytes, &single, sizeof single);
+    return true;
+  case HC_ELEMENT_FLOAT16:
+    half = to_float16(single);
+    break;
+  case HC_ELEMENT_BFLOAT16:
+    half = hc_to_bfloat16(single);
+    break;
+  default:
+    return false;
+  }
+  memcpy(bytes, &half, sizeof half);
+  return true;
+}
+
 #define ADD_PLANE(name, type, plus)                                                \
   static void name(void *target_bytes, const void *source_bytes, const plane *p) { \
     type *target = target_bytes;                                                   \

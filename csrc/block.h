@@ -43,6 +43,8 @@ int64_t hc_block_numel(const hc_block *block);
 void hc_block_copy(const hc_block *block, int64_t element_size);
 /* target += source. Not for HC_ELEMENT_OTHER. */
 void hc_block_add(const hc_block *block, hc_element element);
+/* Writes the element nearest to a number to `bytes`, which has room for 8. False for HC_ELEMENT_OTHER. */
+bool hc_element_from(double number, hc_element element, void *bytes);
 /* The rows [begin, end) of the outermost dimension, as a block of its own. */
 hc_block hc_block_rows(const hc_block *block, int64_t element_size, int64_t begin, int64_t end);
 

@@ -230,29 +230,22 @@ done:
   return status->code;
 }
 
-/* Sets the columns that nobody sends: [0, lead) to zero, and what the extent has outside the tensor to `fill`. */
-static hc_code fill_outside(const hc_exchange *exchange, AtenTensorHandle buffer, const hc_shape *shape,
-                            int64_t lead, double fill, hc_status *status) {
-  AtenTensorHandle part = NULL;
+/* Sets the columns that nobody sends: [0, lead) to zero, and what the extent has outside the tensor to `fill`. `whole` is
+ * the buffer: these, then the extent. */
+static hc_code fill_outside(const hc_exchange *exchange, const hc_part *whole, int64_t lead, double fill,
+                            hc_moves *moves, hc_status *status) {
   const int64_t dim = exchange->axis.dim, length = hc_length(exchange->route.extent);
   const hc_interval extent = exchange->route.extent;
   const hc_interval lower = {0, hc_min(length, hc_max(0, -extent.begin))};
   const hc_interval upper = {hc_max(lower.end, hc_min(length, exchange->axis.size - extent.begin)), length};
-  if (lead > 0) {
-    HC_TRY(hc_tensor_narrow(buffer, shape, dim, 0, lead, &part, status));
-    HC_TRY_TORCH(status, aoti_torch_zero_(part));
-    hc_tensor_free(&part);
-  }
+  const hc_part front = hc_part_narrow(whole, dim, 0, lead);
+  HC_TRY(hc_moves_fill(moves, &front, 0.0, status));
   for (int side = 0; side < 2 && !exchange->axis.periodic; ++side) {
     const hc_interval outside = side == 0 ? lower : upper;
-    if (hc_length(outside) > 0) {
-      HC_TRY(hc_tensor_narrow(buffer, shape, dim, lead + outside.begin, hc_length(outside), &part, status));
-      HC_TRY_TORCH(status, aoti_torch_aten_fill__Scalar(part, fill));
-      hc_tensor_free(&part);
-    }
+    const hc_part part = hc_part_narrow(whole, dim, lead + outside.begin, hc_length(outside));
+    HC_TRY(hc_moves_fill(moves, &part, fill, status));
   }
 done:
-  hc_tensor_free(&part);
   return status->code;
 }
 
@@ -270,10 +263,10 @@ hc_code hc_exchange_finish(hc_exchange *exchange, AtenTensorHandle local, int64_
   extended.sizes[exchange->axis.dim] = lead + hc_length(route->extent);
   hc_shape_set_strides(&extended, hc_shape_is_channels_last(&exchange->shape));
   HC_TRY(hc_tensor_empty(&extended, &buffer, status));
-  HC_TRY(fill_outside(exchange, buffer, &extended, lead, fill, status));
   hc_moves moves;
   hc_moves_init(false, &moves);
   const hc_part whole = hc_part_of(buffer, &extended);
+  HC_TRY(fill_outside(exchange, &whole, lead, fill, &moves, status));
   const hc_part extent = hc_part_narrow(&whole, exchange->axis.dim, lead, hc_length(route->extent));
   HC_TRY(hc_exchange_copy(exchange, local, route->extent, &extent, &moves, status));
   HC_TRY(hc_moves_run(&moves, status));

@@ -274,6 +274,9 @@ typedef struct convolution_call {
   hc_convolution conv;
   int64_t nsharded, dims[HC_MAX_SPATIAL];
   char *names; /* owned: the group names, cut at the commas */
+  int64_t ngroups;
+  const char *groups[HC_MAX_SPATIAL]; /* in `names` */
+  bool placed; /* whether conv has all of it, so that it knows who waits for this rank */
 } convolution_call;
 
 /* Reads an int[] that must have `expected` entries. */
@@ -289,8 +292,8 @@ done:
   return status->code;
 }
 
-static hc_code read_groups(StableIValue joined, convolution_call *call, const char **groups,
-                           hc_status *status) {
+/* The groups are read before all else: what fails later is reported to them. */
+static hc_code read_groups(StableIValue joined, convolution_call *call, hc_status *status) {
   const char *text = NULL;
   HC_TRY(hc_stable_to_string(joined, &text, status));
   call->names = malloc(strlen(text) + 1);
@@ -298,13 +301,8 @@ static hc_code read_groups(StableIValue joined, convolution_call *call, const ch
     return hc_fail(status, HC_ERROR_MEMORY, "out of memory for the group names");
   }
   memcpy(call->names, text, strlen(text) + 1);
-  char *rest = call->names;
-  for (int64_t i = 0; i < call->nsharded; ++i) {
-    if (rest == NULL) {
-      return hc_fail(status, HC_ERROR_ARGUMENT, "group_names is '%s', expected %" PRId64 " names", text,
-                     call->nsharded);
-    }
-    groups[i] = rest;
+  for (char *rest = call->names; rest != NULL && call->ngroups < HC_MAX_SPATIAL;) {
+    call->groups[call->ngroups++] = rest;
     rest = strchr(rest, ',');
     if (rest != NULL) {
       *rest++ = '\0';
@@ -318,7 +316,7 @@ static hc_code read_convolution_call(const StableIValue *rest, convolution_call 
   hc_convolution *conv = &call->conv;
   int64_t padding[2 * HC_MAX_SPATIAL], periodic[HC_MAX_SPATIAL], n = 0;
   int64_t sizes[HC_MAX_SPATIAL], ranks[HC_MAX_SPATIAL], worlds[HC_MAX_SPATIAL];
-  const char *groups[HC_MAX_SPATIAL] = {NULL};
+  HC_TRY(read_groups(rest[11], call, status));
   HC_TRY(hc_stable_to_ints(rest[0], "stride", HC_MAX_SPATIAL, conv->params.stride, &n, status));
   conv->params.nspatial = n;
   HC_TRY(read_ints(rest[1], "padding", 2 * n, padding, status));
@@ -337,7 +335,11 @@ static hc_code read_convolution_call(const StableIValue *rest, convolution_call 
   HC_TRY(read_ints(rest[8], "sizes", call->nsharded, sizes, status));
   HC_TRY(read_ints(rest[9], "ranks", call->nsharded, ranks, status));
   HC_TRY(read_ints(rest[10], "worlds", call->nsharded, worlds, status));
-  HC_TRY(read_groups(rest[11], call, groups, status));
+  if (call->ngroups < call->nsharded) {
+    return hc_fail(status, HC_ERROR_ARGUMENT,
+                   "group_names has %" PRId64 " names, expected one for each of %" PRId64 " dims",
+                   call->ngroups, call->nsharded);
+  }
   for (int64_t i = 0; i < call->nsharded; ++i) {
     const int64_t d = call->dims[i] - 2;
     if (d < 0 || d >= n) {
@@ -347,8 +349,9 @@ static hc_code read_convolution_call(const StableIValue *rest, convolution_call 
     conv->size[d] = sizes[i];
     conv->rank[d] = ranks[i];
     conv->world[d] = worlds[i];
-    conv->group[d] = groups[i];
+    conv->group[d] = call->groups[i];
   }
+  call->placed = true;
 done:
   return status->code;
 }
@@ -375,10 +378,23 @@ done:
   return result;
 }
 
-/* Reports a failure to the groups whose ranks may wait for this one, and says where it happened. */
-static void report_convolution_call(const convolution_call *call, AtenTensorHandle weight,
+/* Reports a failure to the groups whose ranks may wait for this one, and says where it happened. What failed before all
+ * arguments were read goes to every group that is named. */
+static void report_convolution_call(StableIValue joined, convolution_call *call, AtenTensorHandle weight,
                                     const hc_status *status, char *where, size_t room) {
   where[0] = '\0';
+  if (status->code != HC_OK && !call->placed) {
+    hc_status second = {HC_OK, ""};
+    if (call->names == NULL) { /* reading them may be what failed: others wait all the same */
+      (void)read_groups(joined, call, &second);
+    }
+    for (int64_t i = 0; i < call->ngroups; ++i) {
+      if (call->groups[i][0] != '\0' && (i == 0 || strcmp(call->groups[i], call->groups[i - 1]) != 0)) {
+        hc_transport_report(call->groups[i], status->message);
+      }
+    }
+    return;
+  }
   for (int64_t d = 0; status->code != HC_OK && d < call->conv.params.nspatial; ++d) {
     if (call->conv.world[d] > 1 && call->conv.group[d] != NULL) {
       const size_t used = strlen(where);
@@ -406,12 +422,12 @@ static void convolution_kernel(StableIValue *stack, uint64_t nargs, uint64_t nou
   char where[192];
   (void)nargs, (void)nouts;
   memset(&call, 0, sizeof call);
-  HC_TRY(hc_stable_to_optional_tensor(stack[2], &bias, &status));
   HC_TRY(read_convolution_call(&stack[3], &call, &status));
+  HC_TRY(hc_stable_to_optional_tensor(stack[2], &bias, &status));
   HC_TRY(hc_convolution_forward(&call.conv, hc_stable_to_tensor(stack[0]), hc_stable_to_tensor(stack[1]),
                                 bias, &out, &status));
 done:
-  report_convolution_call(&call, hc_stable_to_tensor(stack[1]), &status, where, sizeof where);
+  report_convolution_call(stack[14], &call, hc_stable_to_tensor(stack[1]), &status, where, sizeof where);
   hc_tensor_free(&bias);
   hc_stable_free_tensor(&stack[0]);
   hc_stable_free_tensor(&stack[1]);
@@ -439,7 +455,7 @@ static void convolution_backward_kernel(StableIValue *stack, uint64_t nargs, uin
   HC_TRY(hc_tensor_absent(grad_output, &grads.weight, &status));
   HC_TRY(hc_tensor_absent(grad_output, &grads.bias, &status));
 done:
-  report_convolution_call(&call, hc_stable_to_tensor(stack[2]), &status, where, sizeof where);
+  report_convolution_call(stack[14], &call, hc_stable_to_tensor(stack[2]), &status, where, sizeof where);
   for (int i = 0; i < 3; ++i) {
     hc_stable_free_tensor(&stack[i]);
   }

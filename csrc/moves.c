@@ -1,6 +1,8 @@
 /* moves: see moves.h. */
 #include "moves.h"
 
+#include <string.h>
+
 #include "device.h"
 #include "shard.h"
 
@@ -62,6 +64,15 @@ done:
   return status->code;
 }
 
+static hc_code fill_by_aten(const hc_part *target, double number, hc_status *status) {
+  AtenTensorHandle to = NULL;
+  HC_TRY(view(target, &to, status));
+  HC_TRY_TORCH(status, aoti_torch_aten_fill__Scalar(to, number));
+done:
+  hc_tensor_free(&to);
+  return status->code;
+}
+
 /* ---- as blocks ---- */
 
 /* Below this many bytes a block is copied by one thread: starting others costs more. */
@@ -113,16 +124,20 @@ static bool has_blocks(const hc_moves *moves, const hc_shape *shape) {
 void hc_moves_init(bool add, hc_moves *moves) {
   moves->add = add;
   moves->count = 0;
+  moves->fills = false;
   moves->like = (hc_shape){.ndim = 0};
 }
 
 hc_code hc_moves_run(hc_moves *moves, hc_status *status) {
   const int64_t count = moves->count, size = element_size(&moves->like);
   const hc_element element = element_of(moves->like.dtype);
+  const bool fills = moves->fills;
   moves->count = 0;
+  moves->fills = false;
   if (count > 0 && has_kernels(&moves->like)) {
     const int32_t device = moves->like.device_index;
     return moves->add ? hc_device_blocks_add(device, moves->blocks, count, element, status)
+           : fills    ? hc_device_blocks_fill(device, moves->blocks, count, size, moves->value, status)
                       : hc_device_blocks_copy(device, moves->blocks, count, size, status);
   }
   for (int64_t i = 0; i < count; ++i) {
@@ -152,6 +167,33 @@ hc_code hc_moves_push(hc_moves *moves, const hc_part *target, const hc_part *sou
     return move_by_aten(moves->add, target, source, status);
   }
   moves->like = target->shape;
+  ++moves->count;
+done:
+  return status->code;
+}
+
+hc_code hc_moves_fill(hc_moves *moves, const hc_part *target, double number, hc_status *status) {
+  void *to = NULL;
+  unsigned char value[sizeof moves->value] = {0}; /* 0 is zeros in every dtype */
+  const hc_shape *shape = &target->shape;
+  if (hc_shape_numel(shape) == 0) {
+    return HC_OK;
+  }
+  if (!has_kernels(shape) || !has_blocks(moves, shape) ||
+      (!hc_element_from(number, element_of(shape->dtype), value) && number != 0)) {
+    return fill_by_aten(target, number, status);
+  }
+  if (moves->count == HC_MOVES || (moves->fills && memcmp(value, moves->value, sizeof value) != 0)) {
+    HC_TRY(hc_moves_run(moves, status));
+  }
+  HC_TRY_TORCH(status, aoti_torch_get_data_ptr(target->tensor, &to));
+  if (!hc_block_make((char *)to + target->offset_bytes, NULL, shape->ndim, shape->sizes, shape->strides,
+                     shape->strides, &moves->blocks[moves->count])) {
+    return fill_by_aten(target, number, status);
+  }
+  memcpy(moves->value, value, sizeof value);
+  moves->fills = true;
+  moves->like = *shape;
   ++moves->count;
 done:
   return status->code;

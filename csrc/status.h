@@ -8,7 +8,7 @@
  * The shape of a function that owns things:
  *
  *     AtenTensorHandle strip = NULL;
- *     HC_TRY(hc_tensor_narrow(..., &strip, status));
+ *     HC_TRY(hc_tensor_empty(&shape, &strip, status));
  *     HC_TRY_TORCH(status, aoti_torch_zero_(strip));
  *   done:
  *     hc_tensor_free(&strip);

@@ -131,16 +131,6 @@ done:
   return status->code;
 }
 
-hc_code hc_tensor_narrow(AtenTensorHandle tensor, const hc_shape *shape, int64_t dim, int64_t begin,
-                         int64_t length, AtenTensorHandle *out, hc_status *status) {
-  hc_shape part = *shape;
-  part.sizes[dim] = length;
-  HC_TRY_TORCH(status, aoti_torch__reinterpret_tensor(tensor, part.ndim, part.sizes, part.strides,
-                                                      begin * part.strides[dim], out));
-done:
-  return status->code;
-}
-
 hc_code hc_tensor_share(AtenTensorHandle tensor, AtenTensorHandle *out, hc_status *status) {
   HC_TRY_TORCH(status, aoti_torch_new_tensor_handle(tensor, out));
 done:

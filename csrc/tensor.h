@@ -35,9 +35,6 @@ hc_code hc_tensor_empty(const hc_shape *shape, AtenTensorHandle *out, hc_status 
 hc_code hc_tensor_zeros(const hc_shape *shape, AtenTensorHandle *out, hc_status *status);
 /* Uninitialised bytes on the device of `like`. */
 hc_code hc_tensor_bytes(int64_t nbytes, const hc_shape *like, AtenTensorHandle *out, hc_status *status);
-/* A view of [begin, begin + length) of `dim`. */
-hc_code hc_tensor_narrow(AtenTensorHandle tensor, const hc_shape *shape, int64_t dim, int64_t begin,
-                         int64_t length, AtenTensorHandle *out, hc_status *status);
 /* Another reference to the same tensor. */
 hc_code hc_tensor_share(AtenTensorHandle tensor, AtenTensorHandle *out, hc_status *status);
 /* Replaces *tensor by a copy in the asked memory format, if its strides say another one. */

@@ -11,7 +11,7 @@ import pytest
 import reference
 import torch
 import torch.distributed as dist
-from harness import mesh_of, run_ranks, shard
+from harness import mesh_of, raises_on_every_rank, run_ranks, shard
 from opcase import count_wrong_calls, require_grad, samples, wrong_calls
 
 pytestmark = pytest.mark.core
@@ -255,6 +255,51 @@ def test_errors_raised_in_c_leave_a_living_process():
         run_ranks(1, refuse, number)
         pids.add(harness.pool(1).processes[0].pid)
     assert len(pids) == 1
+
+
+CHANGES = {  # what one rank passes otherwise, by its place in the arguments after the tensors
+    "stride has 5 entries": {0: [1] * 5},
+    "padding has 1 entries": {1: [1]},
+    "dims has 3 entries": {7: [2, 3, 3]},
+    "dims has 9": {7: [9]},
+    "ranks has 0 entries": {9: []},
+    "group_names has 1 names": {7: [2, 3], 8: [5, 12], 9: [0, 1], 10: [1, 3]},
+}
+
+
+def one_is_refused(backward, changes, biases=0):
+    """Rank 1 of 3, between two that wait for its columns, passes what can't be read."""
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    name = torch.distributed.group.WORLD.group_name
+    args = [[1, 1], [1] * 4, [1, 1], False, [0, 0], 1, [0, 0], [3], [4 * world], [rank], [world], name]
+    bias = []
+    if rank == 1:
+        bias = [torch.ones(2)] * biases
+        for place, value in changes.items():
+            args[place] = value
+    x, weight = torch.ones(1, 2, 5, 4), torch.ones(2, 2, 3, 3)
+    if backward:
+        torch.ops.haloconv.convolution_backward(x, x, weight, *args, True, True, True)
+    else:
+        torch.ops.haloconv.convolution(x, weight, bias, *args)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("what", CHANGES)
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_arguments_that_cannot_be_read_reach_every_rank(backward, what):
+    """Fails when a rank whose arguments are refused before its place in the group is known leaves others waiting."""
+    messages = raises_on_every_rank(
+        3, one_is_refused, backward, CHANGES[what], kinds=("RuntimeError",), match=what
+    )
+    assert ["rank 1 reported" in message for message in messages] == [True, False, True], messages
+    run_ranks(3, one_is_refused, backward, {})  # the group goes on
+
+
+@pytest.mark.core
+def test_a_second_bias_reaches_every_rank():
+    """Fails as the one before, for the tensors."""
+    raises_on_every_rank(3, one_is_refused, False, {}, 2, kinds=("RuntimeError",), match="bias")
 
 
 def reduced_in_place(windows):

@@ -401,6 +401,22 @@ for dtype in (torch.float64, torch.float32, torch.bfloat16):
     close = dict(rtol=2**-7, atol=2**-7) if dtype == torch.bfloat16 else {}
     torch.testing.assert_close(out, want, **close)
     torch.testing.assert_close(x.grad, y.grad, **close)
+group = dist.group.WORLD.group_name
+for dtype, fill in (
+    (torch.float64, 1.5),
+    (torch.float32, -torch.inf),
+    (torch.bfloat16, 1 / 3),
+    (torch.float16, 1 / 3),
+    (torch.float16, 1e-7),
+    (torch.int64, 0),
+    (torch.int64, 3),  # by ATen, beside the kernel that copies
+    (torch.complex128, 0),
+):
+    x = torch.arange(2 * 3 * 4 * 5).reshape(2, 3, 4, 5).to(dtype)
+    before = library.hc_host_launch_count()
+    got = torch.ops.haloconv.halo_exchange(x, 3, 5, [4, 1, 1, 2, 1, 0], False, False, fill, 0, 1, group)
+    assert library.hc_host_launch_count() - before == 1, "columns outside are a kernel of their own"
+    assert torch.equal(got, torch.nn.functional.pad(x, (1, 2), value=fill)), (dtype, fill, got)
 dist.destroy_process_group()
 print("passed")
 """

@@ -89,7 +89,6 @@ def test_training(tmp_path):
     assert rows[0]["error"] < 1e-3 and rows[0]["exchange_ms"] > 0
 
 
-@pytest.mark.long
 def test_speed_table(tmp_path):
     """Fails when what is timed has another loss or other gradients than the unsplit network, a baseline cannot run, or
     a speedup is not the published table's."""
@@ -112,7 +111,6 @@ def test_speed_table(tmp_path):
     assert 0 < pipeline["idle"] < 1 and 0.5 <= pipeline["balance"] <= 1
 
 
-@pytest.mark.long
 def test_scaling_model(tmp_path):
     """Fails when a step cannot be predicted, memory is not that of the measured rows, or the shares do not add up."""
     pytest.importorskip("timm")

@@ -131,8 +131,8 @@ def test_the_error_says_where_and_what_to_do():
         "aten.",
         "'mid'",
         "Attention",
-        "(2, 4, 5, 8)",
-        "Shard(dim=3)",
+        "(2, 40, 4)",
+        "Shard(dim=1)",
         "on_missing='gather'",
         "redistribute",
     ):

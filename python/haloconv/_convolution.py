@@ -32,6 +32,7 @@ from ._dtensor import (
     wrap,
     wrap_spec,
 )
+from ._layout import moved_to
 from ._mesh import check_mesh, group_name
 
 
@@ -255,9 +256,7 @@ def op_arguments(window, layout, x_shape):
 
 
 def _redistribute(dtensor, placements):
-    if dtensor.placements == placements:
-        return dtensor
-    return dtensor.redistribute(placements=placements)
+    return dtensor if dtensor.placements == placements else moved_to(dtensor, placements)
 
 
 def usable(placements, mesh, window, ndim):

@@ -5,13 +5,16 @@ An *axis* is a tensor dim that is split over two or more ranks. Everything that 
 the axes of its inputs; dims that are whole, or split over a mesh dim of size 1, are none.
 """
 
+import math
+import time
 import typing
 
 import torch
+import torch.distributed as dist
 
 from . import _ops, _transport
 from ._check import on_rank
-from ._dtensor import DTensor, Partial, Replicate, is_exactly_shard, local_of, wrap_strided
+from ._dtensor import DTensor, Partial, Replicate, Shard, is_exactly_shard, local_of, wrap_strided
 from ._mesh import check_mesh, group_name
 
 
@@ -30,6 +33,10 @@ class Axis(typing.NamedTuple):
         return _ops.shard_bounds(
             self.size if size is None else size, self.world, self.rank if rank is None else rank
         )
+
+    def bounds_of(self, rank):
+        """Another rank's interval."""
+        return self.bounds(rank=rank)
 
 
 def is_sharded(x):
@@ -82,7 +89,7 @@ def sharded_like(x, other):
         free = isinstance(own, Replicate) and is_exactly_shard(wanted) and wanted not in placements
         if free and wanted.dim % x.dim() != 1:
             placements[mesh_dim] = wanted
-    return x if placements == list(x.placements) else x.redistribute(placements=placements)
+    return moved_to(x, placements)
 
 
 def placed_like(tensor, x, placements=None):
@@ -91,7 +98,7 @@ def placed_like(tensor, x, placements=None):
     if not isinstance(tensor, DTensor):
         replicated = [Replicate()] * x.device_mesh.ndim
         tensor = wrap_strided(tensor.detach(), x.device_mesh, replicated, tensor.shape, tensor.stride())
-    return tensor if tuple(tensor.placements) == placements else tensor.redistribute(placements=placements)
+    return moved_to(tensor, placements)
 
 
 def wrap_as(local, mesh, placements, shape):
@@ -143,6 +150,59 @@ def exchanged_back(grad, axis, extents, periodic=False):
     return _ops.ops.exchange_reduce(
         grad, axis.dim, axis.size, flat, periodic, axis.rank, axis.world, axis.group
     )
+
+
+def resharded(x, axis, dim):
+    """The DTensor `x`, sharded in `dim` instead of its `axis`: all-to-all, which moves each element once. torch does it
+    by an all-gather on the CPU."""
+    x = settled(x)
+    placements = list(x.placements)
+    placements[axis.mesh_dim] = Shard(dim)
+    if torch._guards.detect_fake_mode(local_of(x)) is not None:
+        return x.redistribute(placements=placements)
+    local, mesh = local_of(x).contiguous(), x.device_mesh
+    new = axis._replace(dim=dim, size=x.shape[dim])
+    blocks = [local.narrow(dim, begin, end - begin) for begin, end in map(new.bounds_of, range(axis.world))]
+    shapes = []
+    for begin, end in map(axis.bounds_of, range(axis.world)):
+        shape = list(local.shape)
+        shape[dim], shape[axis.dim] = blocks[axis.rank].shape[dim], end - begin
+        shapes.append(shape)
+    counts = [math.prod(shape) for shape in shapes]
+    received = local.new_empty(sum(counts))
+    started = time.perf_counter()
+    dist.all_to_all_single(
+        received.view(torch.uint8),
+        torch.cat([block.flatten() for block in blocks]).view(torch.uint8),
+        [count * local.element_size() for count in counts],
+        [block.nbytes for block in blocks],
+        group=mesh.get_group(axis.mesh_dim),
+    )
+    sent = sum(block.nbytes for peer, block in enumerate(blocks) if peer != axis.rank)
+    seconds = time.perf_counter() - started
+    _transport.statistics.add("all_to_all", messages=axis.world - 1, bytes=sent, exchanges=1, seconds=seconds)
+    parts = [part.view(shape) for part, shape in zip(received.split(counts), shapes)]
+    return wrap_as(torch.cat(parts, axis.dim), mesh, placements, x.shape)
+
+
+def moved_to(x, placements):
+    """`x` with these placements."""
+    mesh, ndim = x.device_mesh, x.dim()
+    changes = [
+        (mesh_dim, was, becomes)
+        for mesh_dim, (was, becomes) in enumerate(zip(x.placements, placements))
+        if was != becomes
+    ]
+    if not changes:
+        return x
+    mesh_dim, *both = changes[0]
+    shards = [placement for placement in x.placements if not isinstance(placement, Replicate)]
+    if len(changes) == 1 and all(map(is_exactly_shard, (*both, *shards))) and mesh.size(mesh_dim) > 1:
+        was, becomes = (placement.dim % ndim for placement in both)
+        taken = [placement.dim % ndim for placement in shards]
+        if taken.count(was) == 1 and becomes not in taken:
+            return resharded(x, axes_of(x)[was], becomes)
+    return x.redistribute(placements=placements)
 
 
 def all_reduced(local, axes, reduction="sum"):

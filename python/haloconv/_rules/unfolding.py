@@ -13,7 +13,7 @@ last dim is sharded anew, by rows, first. Then:
 import torch
 
 from .._dtensor import Shard, local_of
-from .._layout import axes_of, exchanged, exchanged_back, is_sharded, settled, wrap_as
+from .._layout import axes_of, exchanged, exchanged_back, is_sharded, resharded, settled, wrap_as
 from ._missing import _without_sharded_form
 from ._registry import backward_rule, bound, torchs_own
 
@@ -92,8 +92,8 @@ def _im2col(op, args, kwargs):
         if ndim + side in axes:
             mesh_dim = axes[ndim + side].mesh_dim
             _sides[x.device_mesh, mesh_dim] = side
-            rows = [Shard(ndim - 2) if at == mesh_dim else p for at, p in enumerate(x.placements)]
-            x = x.redistribute(placements=rows)
+            if side == -1:
+                x = resharded(x, axes[ndim - 1], ndim - 2)
     axis, local = axes_of(x).get(ndim - 2), local_of(x)
     out_channels = channels * windows.kernel[0] * windows.kernel[1]
     out_shape = [*batch, out_channels, windows.length]
@@ -162,6 +162,5 @@ def _col2im(op, args, kwargs):
     placements = [Shard(p.dim % ndim) if p.is_shard() else p for p in x.placements]
     out = wrap_as(local, x.device_mesh, placements, [*batch, in_channels // area, height, width])
     if axis and _sides.get((x.device_mesh, axis.mesh_dim)) == -1:
-        placements[axis.mesh_dim] = Shard(ndim)
-        out = out.redistribute(placements=placements)
+        out = resharded(out, axes_of(out)[ndim - 1], ndim)
     return out

@@ -3,7 +3,8 @@ nearest upsampling or a space-to-depth written out by hand, windows of an image.
 
 torch does it where every rank holds equally much. Elsewhere the parts that each rank has are not those that torch.chunk
 gives it of the new dim, and torch gives up; here the columns in between move, as in a slice. Where the sharded dim has
-others before it that it is merged with, a rank's part is many small pieces of the result: that is left to be refused.
+others before it that it is merged with, as in ``x.flatten(2)`` for a loss, a rank's part would be many small pieces of
+the result: the tensor is sharded by the first of them instead before, which moves it once (as `unfold` does).
 """
 
 import math
@@ -12,7 +13,7 @@ import typing
 import torch
 
 from .._dtensor import Replicate, Shard, local_of
-from .._layout import axes_of, exchanged, is_sharded, settled, wrap_as
+from .._layout import axes_of, exchanged, is_sharded, resharded, settled, wrap_as
 from ._missing import last_resort
 from ._registry import bound
 from ._views import stands_for_view
@@ -59,6 +60,19 @@ def _resolved(shape, count):
     return shape if math.prod(shape) == count and count > 0 else None
 
 
+def _leading_sharded(x, groups):
+    """`x`, with no dim sharded that is not the leading one of its group; as it is where that cannot be. Channels and
+    space in one dim of features are for a matrix, which needs the whole image: left as they are too."""
+    axes = axes_of(x)
+    for group in groups:
+        sharded = [dim for dim in range(group.begin, group.end) if dim in axes]
+        leading = _leading(x.shape, group.begin, group.end)
+        are_features = group.begin == leading == 1
+        if len(sharded) == 1 and sharded != [leading] and not are_features:
+            x = resharded(x, axes[sharded[0]], leading)
+    return x
+
+
 def _placements(x, new, groups):
     """Where the result lies: by its leading dim, like the group that the sharded dim is in. None where another than the
     leading one is sharded, or two of one group are."""
@@ -88,8 +102,9 @@ def _view(op, args, kwargs):
     new = _resolved([int(size) for size in a["shape" if op is aten.reshape.default else "size"]], x.numel())
     if new is None:
         return None
-    axes = axes_of(x)
     groups = _groups(x.shape, new)
+    x = _leading_sharded(x, groups)
+    axes = axes_of(x)
     placements = _placements(x, new, groups)
     if placements is None:
         return None

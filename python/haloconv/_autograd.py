@@ -20,13 +20,13 @@ class _Convolution(torch.autograd.Function):
         ctx.window, ctx.dtype = window, dtype
         ctx.save_for_backward(x, weight)
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (x, weight, bias)]
-        return _convolution.forward(x, _cast(weight, dtype), _cast(bias, dtype), window)
+        return _convolution.forward(x, cast(weight, dtype), cast(bias, dtype), window)
 
     @staticmethod
     def backward(ctx, grad_output):
         x, weight = ctx.saved_tensors
         differentiate = _ConvolutionBackward.apply if torch.is_grad_enabled() else _convolution.backward
-        grads = differentiate(grad_output, x, _cast(weight, ctx.dtype), ctx.window, *ctx.needs_input_grad[:3])
+        grads = differentiate(grad_output, x, cast(weight, ctx.dtype), ctx.window, *ctx.needs_input_grad[:3])
         grads = [
             grad if grad is None or grad.dtype == dtype else grad.to(dtype)
             for grad, dtype in zip(grads, ctx.dtypes)
@@ -71,7 +71,7 @@ def autocast_dtype(x):
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-def _cast(tensor, dtype):
+def cast(tensor, dtype):
     """What autocast does to an argument; `dtype` None: nothing."""
     if dtype is None or tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor
@@ -81,13 +81,13 @@ def _cast(tensor, dtype):
 def convolution(x, weight, bias, window):
     """Differentiable sharded convolution of the DTensor `x`; weight and bias plain or DTensors, bias may be None."""
     dtype = autocast_dtype(x)
-    x = _cast(x, dtype)
+    x = cast(x, dtype)
     compiling = torch.compiler.is_compiling()
     if compiling or (bias is not None and isinstance(weight, DTensor) != isinstance(bias, DTensor)):
         weight, bias = _as_dtensor(weight, x.device_mesh), _as_dtensor(bias, x.device_mesh)
     if not compiling:
         return _Convolution.apply(x, weight, bias, window, dtype)
-    return _traceable_convolution(x, _cast(weight, dtype), _cast(bias, dtype), window)
+    return _traceable_convolution(x, cast(weight, dtype), cast(bias, dtype), window)
 
 
 def _traceable_convolution(x, weight, bias, window):
@@ -110,36 +110,3 @@ def _traceable_convolution(x, weight, bias, window):
     shape = torch.Size(_convolution.global_out_shape(x.shape, weight.shape, window))
     strides = strides_of(shape, _ops.is_channels_last(x))
     return DTensor.from_local(local, mesh, layout.out, run_check=False, shape=shape, stride=strides)
-
-
-class _CastLinear(torch.autograd.Function):
-    """`F.linear` of plain tensors where autocast casts the weight: as in `_Convolution`, no copy of it is kept."""
-
-    @staticmethod
-    def forward(ctx, input, weight, bias, dtype):
-        ctx.dtype, ctx.bias_dtype = dtype, None if bias is None else bias.dtype
-        ctx.save_for_backward(input, weight)
-        with torch.autocast(input.device.type, enabled=False):
-            return torch.nn.functional.linear(input, weight.to(dtype), _cast(bias, dtype))
-
-    @staticmethod
-    def backward(ctx, grad):
-        input, weight = ctx.saved_tensors
-        for_input, for_weight, for_bias = (None, None, None)
-        rows = grad.flatten(0, -2)
-        if ctx.needs_input_grad[0]:
-            for_input = grad @ weight.to(ctx.dtype)
-        if ctx.needs_input_grad[1]:
-            for_weight = (rows.t() @ input.flatten(0, -2)).to(weight.dtype)
-        if ctx.needs_input_grad[2]:
-            for_bias = rows.sum(0).to(ctx.bias_dtype)
-        return for_input, for_weight, for_bias, None
-
-
-def linear(input, weight, bias):
-    """`torch.nn.functional.linear` of plain tensors, autocast as there."""
-    dtype = autocast_dtype(input)
-    casts = dtype is not None and weight.dtype != dtype and torch.float64 not in (input.dtype, weight.dtype)
-    if not casts or torch.compiler.is_compiling():
-        return torch.nn.functional.linear(input, weight, bias)
-    return _CastLinear.apply(input.to(dtype), weight, bias, dtype)

@@ -139,8 +139,13 @@ def strides_of(shape, channels_last):
     strides, stride = [0] * len(shape), 1
     for dim in order:
         strides[dim] = stride
-        stride = stride * torch.sym_max(shape[dim], 1)
+        stride = stride * at_least_one(shape[dim])
     return tuple(strides)
+
+
+def at_least_one(size):
+    """max(size, 1), also of a symbol, for which torch has a function that takes its time."""
+    return max(size, 1) if type(size) is int else torch.sym_max(size, 1)
 
 
 def wrap(local, mesh, placements, shape, channels_last=False):

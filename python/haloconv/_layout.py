@@ -14,7 +14,16 @@ import torch.distributed as dist
 
 from . import _ops, _transport
 from ._check import on_rank
-from ._dtensor import DTensor, Partial, Replicate, Shard, is_exactly_shard, local_of, wrap_strided
+from ._dtensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    at_least_one,
+    is_exactly_shard,
+    local_of,
+    wrap_strided,
+)
 from ._mesh import check_mesh, group_name
 
 
@@ -111,7 +120,7 @@ def wrap_as(local, mesh, placements, shape):
     strides, stride = [0] * len(shape), 1
     for dim in reversed(order):
         strides[dim] = stride
-        stride = stride * torch.sym_max(shape[dim], 1)
+        stride = stride * at_least_one(shape[dim])
     return wrap_strided(local, mesh, placements, shape, strides)
 
 

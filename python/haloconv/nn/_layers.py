@@ -9,9 +9,8 @@ import contextlib
 
 import torch
 
-from .. import _autograd
-from .._dtensor import DTensor, Partial, Replicate, is_exactly_shard, strides_of
-from .._layout import settled
+from .. import _linear
+from .._dtensor import DTensor, Partial, Replicate, is_exactly_shard
 from .._rules import layer_rules
 
 _NAMES = [
@@ -112,33 +111,13 @@ class _Sharded:
 
 
 class Linear(torch.nn.Linear):
-    """`torch.nn.Linear` for DTensors, sharded in any dims but the last.
-
-    torch flattens all dims but the last for it, which a sharded one that is not the first does not survive. Here each
-    rank multiplies what it holds.
-    """
+    """`torch.nn.Linear` for DTensors, sharded in any dims but the last; each rank multiplies what it holds."""
 
     def forward(self, input):
         if not isinstance(input, DTensor) or not _is_whole_in_last_dim(input):
             return super().forward(input)
-        mesh = input.device_mesh
-        input = settled(input)
-        # Each rank's part of the weights' gradients, along mesh dims that shard the input.
-        partial = [Partial() if placement.is_shard() else placement for placement in input.placements]
-        with _replicated(self, mesh):
-            weight, bias = (
-                None if tensor is None else tensor.redistribute(placements=[Replicate()] * mesh.ndim)
-                for tensor in (self.weight, self.bias)
-            )
-            local = _autograd.linear(
-                input.to_local(grad_placements=input.placements),
-                weight.to_local(grad_placements=partial),
-                None if bias is None else bias.to_local(grad_placements=partial),
-            )
-        shape = torch.Size((*input.shape[:-1], self.out_features))
-        return DTensor.from_local(
-            local, mesh, input.placements, run_check=False, shape=shape, stride=strides_of(shape, False)
-        )
+        with _replicated(self, input.device_mesh):
+            return _linear.linear(input, self.weight, self.bias)
 
 
 def _is_whole_in_last_dim(x):

@@ -175,7 +175,7 @@ def speed(report, folder):
         "Whole iterations. Speedup = t(one rank) · width / width(one rank) / t, as in the published table; efficiency ="
         " speedup / ranks. `ratio` is to the plain row of the same size. Ranks of this machine share its cores, caches"
         " and load: *separate strips*, which exchange nothing, say how much of a row that is. *torch's legacy route*"
-        " loses the input gradients of padded convolutions; the error, relative to the largest gradient, need not show it.\n"
+        " loses the input gradients of padded convolutions; the error, to the largest gradient, need not show it.\n"
     )
     yield table(
         ["configuration", "input", "ranks", "ms", "10 to 90 %", "speedup", "efficiency", "ratio", "images/s"]

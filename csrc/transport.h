@@ -8,9 +8,9 @@
  * an error of its sender, is told from the one that is expected.
  *
  * On the CPU each buffer starts with HC_HEADER_BYTES that belong to the transport: number, length, the sender's mark, and
- * the exchange's signature, a number that the ranks have alike if they mean the same by it. It travels in chunks, each received
- * into room for a whole one: gloo ends the process when a message is larger than the buffer that waits for it, while
- * a header that says so can be answered with an error.
+ * the exchange's signature, a number that the ranks have alike if they mean the same by it. It travels in chunks, each
+ * received into room for a whole one: gloo ends the process when a message is larger than the buffer that waits for it,
+ * while a header that says so can be answered with an error.
  *
  * A buffer on a device has no header: to read it the host would have to wait. There the transport's own error handling
  * applies.
@@ -60,8 +60,8 @@ hc_code hc_transport_set_mark(const hc_message *message, const hc_shape *like, b
 hc_code hc_transport_get_mark(const hc_message *message, const hc_shape *like, bool *mark, hc_status *status);
 
 /* Starts the exchange, receives before sends. `like` is what is exchanged, also where this rank has no message; `op` names
- * the operation, for the statistics; a message whose signature is another one is an error. The transport keeps its own references to the buffers until it is through with
- * them. */
+ * the operation, for the statistics; a message whose signature is another one is an error. The transport keeps its own
+ * references to the buffers until it is through with them. */
 hc_code hc_transport_post(const char *group, const hc_shape *like, const hc_messages *sends,
                           const hc_messages *recvs, const char *op, int64_t signature, hc_request *request,
                           hc_status *status);

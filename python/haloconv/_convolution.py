@@ -255,10 +255,6 @@ def op_arguments(window, layout, x_shape):
 # ---- on DTensors, below autograd ----
 
 
-def _redistribute(dtensor, placements):
-    return dtensor if dtensor.placements == placements else moved_to(dtensor, placements)
-
-
 def usable(placements, mesh, window, ndim):
     """Placements of the input that a convolution can work on, as near to the given ones as possible.
 
@@ -401,7 +397,7 @@ def _local_parameter(tensor, call):
         if all(placement.is_replicate() for placement in call.layout.weight):
             return tensor
         tensor = replicated(tensor, call.mesh)
-    return local_of(_redistribute(tensor, call.layout.weight))
+    return local_of(moved_to(tensor, call.layout.weight))
 
 
 def _gradient(local, spec, parameter):
@@ -417,7 +413,7 @@ def forward(x, weight, bias, window):
     """The output DTensor. x is a DTensor; weight and bias are DTensors on its mesh or plain; bias may be None."""
     call = _call_of(x, weight, bias, window)
     arguments = (
-        local_of(_redistribute(x, call.x)),
+        local_of(moved_to(x, call.x)),
         _local_parameter(weight, call),
         [] if bias is None else [_local_parameter(bias, call)],
         *call.arguments,
@@ -431,8 +427,8 @@ def backward(grad_output, x, weight, window, need_input, need_weight, need_bias)
     """The gradients of input, weight and bias, None where not needed; the last two are of the weight's kind."""
     call = _call_of(x, weight, None, window)
     arguments = (
-        local_of(_redistribute(grad_output, call.layout.out)),
-        local_of(_redistribute(x, call.x)),
+        local_of(moved_to(grad_output, call.layout.out)),
+        local_of(moved_to(x, call.x)),
         _local_parameter(weight, call),
         *call.arguments,
         need_input,

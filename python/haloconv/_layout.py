@@ -43,10 +43,6 @@ class Axis(typing.NamedTuple):
             self.size if size is None else size, self.world, self.rank if rank is None else rank
         )
 
-    def bounds_of(self, rank):
-        """Another rank's interval."""
-        return self.bounds(rank=rank)
-
 
 def is_sharded(x):
     """Whether a value is a DTensor with a Shard placement, or a kin of it."""
@@ -171,9 +167,12 @@ def resharded(x, axis, dim):
         return x.redistribute(placements=placements)
     local, mesh = local_of(x).contiguous(), x.device_mesh
     new = axis._replace(dim=dim, size=x.shape[dim])
-    blocks = [local.narrow(dim, begin, end - begin) for begin, end in map(new.bounds_of, range(axis.world))]
-    shapes = []
-    for begin, end in map(axis.bounds_of, range(axis.world)):
+    blocks, shapes = [], []
+    for peer in range(axis.world):
+        begin, end = new.bounds(rank=peer)
+        blocks.append(local.narrow(dim, begin, end - begin))
+    for peer in range(axis.world):
+        begin, end = axis.bounds(rank=peer)
         shape = list(local.shape)
         shape[dim], shape[axis.dim] = blocks[axis.rank].shape[dim], end - begin
         shapes.append(shape)
@@ -196,14 +195,14 @@ def resharded(x, axis, dim):
 
 def moved_to(x, placements):
     """`x` with these placements."""
+    if x.placements == tuple(placements):
+        return x
     mesh, ndim = x.device_mesh, x.dim()
     changes = [
         (mesh_dim, was, becomes)
         for mesh_dim, (was, becomes) in enumerate(zip(x.placements, placements))
         if was != becomes
     ]
-    if not changes:
-        return x
     mesh_dim, *both = changes[0]
     shards = [placement for placement in x.placements if not isinstance(placement, Replicate)]
     if len(changes) == 1 and all(map(is_exactly_shard, (*both, *shards))) and mesh.size(mesh_dim) > 1:

@@ -18,7 +18,7 @@ import torch
 
 from .. import _ops
 from .._dtensor import DTensor, Partial, Replicate, Shard, is_exactly_shard, local_of, wrap_strided
-from .._layout import axes_of, exchanged, is_sharded, placed_like, settled, wrap_as
+from .._layout import axes_of, exchanged, is_sharded, moved_to, placed_like, settled, wrap_as
 from ._registry import backward_rule, bound, rule, torchs_own
 
 aten = torch.ops.aten
@@ -544,7 +544,7 @@ def _whole_where_it_grows(x, shape):
         Replicate() if is_exactly_shard(p) and x.shape[p.dim] == 1 and shape[p.dim % x.dim()] != 1 else p
         for p in x.placements
     ]
-    return x if placements == list(x.placements) else x.redistribute(placements=placements)
+    return moved_to(x, placements)
 
 
 @rule(aten.expand.default)
